@@ -16,10 +16,14 @@ GEMV(f16_1, 3, (gemv_few<f16, 1>))
 GEMV(f16_2, 3, (gemv_few<f16, 2>))
 GEMV(bf16_1, 3, (gemv_few<bf16, 1>))
 GEMV(bf16_2, 3, (gemv_few<bf16, 2>))
-GEMV(f16_8, 2, (gemv<f16, 1>))
-GEMV(f16_16, 1, (gemv<f16, 2>))
-GEMV(bf16_8, 2, (gemv<bf16, 1>))
-GEMV(bf16_16, 1, (gemv<bf16, 2>))
+GEMV(f16_8_exact, 2, (gemv<f16, 1, 3>))
+GEMV(f16_8_fast, 2, (gemv<f16, 1, 2>))
+GEMV(f16_16_exact, 1, (gemv<f16, 2, 3>))
+GEMV(f16_16_fast, 1, (gemv<f16, 2, 2>))
+GEMV(bf16_8_exact, 2, (gemv<bf16, 1, 3>))
+GEMV(bf16_8_fast, 2, (gemv<bf16, 1, 1>))
+GEMV(bf16_16_exact, 1, (gemv<bf16, 2, 3>))
+GEMV(bf16_16_fast, 2, (gemv<bf16, 2, 1>))
 
 KERNEL(split_f16, 256, 1, SplitParams) { split_rows<f16, true>(p); }
 KERNEL(split_bf16, 256, 1, SplitParams) { split_rows<bf16, false>(p); }

@@ -65,9 +65,10 @@ struct WgmmaShared {
     // By one thread; `groups` warpgroups have rows.
     DEVICE void init_barriers(uint32_t groups) const {
         for (uint32_t i = 0; i < WGMMA_STAGES; i++) {
-            barrier_init(keys_full(i), 1);
-            barrier_init(keys_free(i), 4 * groups);
-            barrier_init(values_full(i), 1);
+            // Every lane writes positions, and reads them: each of them arrives.
+            barrier_init(keys_full(i), 32);
+            barrier_init(keys_free(i), 128 * groups);
+            barrier_init(values_full(i), 32);
             barrier_init(values_free(i), 4 * groups);
         }
         for (uint32_t i = 0; i < WGMMA_GROUPS; i++) {
@@ -125,7 +126,7 @@ struct WgmmaFeeder {
             }
             row += height;
         }
-        warp_arrive(full);
+        barrier_arrive(full);
     }
 
     // All keys, or all values, of the item.
@@ -223,7 +224,7 @@ struct WgmmaWarp {
     DEVICE bool soften(uint32_t tile, float (&kept)[1][2]) {
         const uint32_t stage = tile % WGMMA_STAGES;
         state.mask(p, shared.positions(stage), s);
-        warp_arrive(shared.keys_free(stage));
+        barrier_arrive(shared.keys_free(stage));
         return state.soften(s, kept);
     }
 

@@ -7,13 +7,14 @@
 // * one or two rows, in plain arithmetic: a lane reads 16 bytes of four weight rows and multiplies them by the same
 //   activations. 2 KB cost about 140 instructions with one row and 180 with two (counted in the machine code).
 // * up to 16 rows, on tensor cores: 32 weight rows are the left side, 8 or 16 rows of activations the right. Splitting the
-//   activations into terms costs most of the 280 instructions for 4 KB and 8 rows, or of the 450 for 16.
+//   activations into three terms costs most of the 280 instructions for 4 KB and 8 rows, or of the 450 for 16.
 //
 // In flight: each warp has loaded the next 2 or 4 KB before it multiplies the present ones; 8 warps a block and one to three
 // blocks a multiprocessor make 32 to 64 KB, and latency asks for 29 KB (4.8 TB/s times 0.8 µs over 132).
 //
-// Activations enter as the sum of three terms of the weights' type, which is all of an f32: memory bounds these products, so that
-// exact terms cost no time.
+// Exact products take activations as the sum of three terms of the weights' type, which is all of an f32. On an H200 they read
+// weights at 0.78 of the copy rate with 8 rows and 0.46 with 16 (docs/gpu.md), so fast ones have one term (bf16), or two (f16, whose
+// small numbers have fewer bits).
 //
 // An up projection applies its activation to the sums. It writes n f32 a row, where a product and an activation of their own write
 // 2 n, read 2 n and write n. Half of a gated block's weight rows are gates, the others the ups of the same outputs.
@@ -159,37 +160,40 @@ DEVICE void gemv_few(const GemvParams& p) {
     });
 }
 
-// Activations as three terms, and how their products add up.
-template <typename T>
+// Activations as the sum of COUNT terms, and how their products add up.
+template <typename T, int COUNT>
 struct Terms;
 
 // Multiples of 2^8, of 2^-3 and of 2^-14, each in f16's range: no activation below 2^23 overflows, and a small one loses 2^-39 at
-// most. The terms' scales differ, so each term has sums of its own.
-template <>
-struct Terms<f16> {
-    static constexpr int SUMS = 3;
+// most (2^-28 with two terms). The terms' scales differ, so each term has sums of its own.
+template <int COUNT>
+struct Terms<f16, COUNT> {
+    static constexpr int SUMS = COUNT;
     static constexpr float FIRST = 256.0f, STEP = 1.0f / 2048.0f;
-    DEVICE static void make(float x0, float x1, uint32_t (&terms)[3]) {
+    DEVICE static void make(float x0, float x1, uint32_t (&terms)[COUNT]) {
         x0 /= FIRST;
         x1 /= FIRST;
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
+        for (int i = 0; i < COUNT; i++) {
             terms[i] = pack<f16>(x0, x1);
             x0 = (x0 - widen(f16{static_cast<uint16_t>(terms[i])})) / STEP;
             x1 = (x1 - widen(f16{static_cast<uint16_t>(terms[i] >> 16)})) / STEP;
         }
     }
     DEVICE static float total(const float (&sums)[SUMS]) {
-        return ((sums[2] * STEP + sums[1]) * STEP + sums[0]) * FIRST;
+        float total = 0;
+#pragma unroll
+        for (int i = COUNT - 1; i >= 0; i--) total = total * STEP + sums[i];
+        return total * FIRST;
     }
 };
 
-template <>
-struct Terms<bf16> {
+template <int COUNT>
+struct Terms<bf16, COUNT> {
     static constexpr int SUMS = 1;
-    DEVICE static void make(float x0, float x1, uint32_t (&terms)[3]) {
+    DEVICE static void make(float x0, float x1, uint32_t (&terms)[COUNT]) {
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
+        for (int i = 0; i < COUNT; i++) {
             terms[i] = pack<bf16>(x0, x1);
             x0 -= widen(bf16{static_cast<uint16_t>(terms[i])});
             x1 -= widen(bf16{static_cast<uint16_t>(terms[i] >> 16)});
@@ -202,9 +206,10 @@ constexpr uint32_t GEMV_ROWS = 32, GEMV_STEP = 64;
 
 // Columns are assigned to lanes so that a 16-byte load is a fragment: lane t of four has columns 8 t to 8 t + 7 of 32, of weights
 // and of activations. The order of a sum's columns is free.
-template <typename T, int TILES>
+template <typename T, int TILES, int COUNT>
 struct GemvWarp {
-    static constexpr int SUMS = Terms<T>::SUMS;
+    using Split = Terms<T, COUNT>;
+    static constexpr int SUMS = Split::SUMS;
     const GemvParams& p;
     // Rows lane / 4 and lane / 4 + 8 of each 16 weight rows.
     const T* weights[2][2];
@@ -234,15 +239,15 @@ struct GemvWarp {
             for (int tile = 0; tile < TILES; tile++) {
                 float x[8];
                 load_activations<8>(p, 8 * tile + lane / 4, k + 32 * half + lane % 4 * 8, x);
-                uint32_t terms[4][3];
+                uint32_t terms[4][COUNT];
 #pragma unroll
-                for (int i = 0; i < 4; i++) Terms<T>::make(x[2 * i], x[2 * i + 1], terms[i]);
+                for (int i = 0; i < 4; i++) Split::make(x[2 * i], x[2 * i + 1], terms[i]);
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
                     const uint4 &low = w[half][m][0], &high = w[half][m][1];
                     const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
-                    for (int i = 0; i < 3; i++) {
+                    for (int i = 0; i < COUNT; i++) {
                         float(&to)[4] = sums[m][tile][i < SUMS ? i : 0];
                         mma<T>(to, first, terms[0][i], terms[1][i]);
                         mma<T>(to, second, terms[2][i], terms[3][i]);
@@ -254,11 +259,12 @@ struct GemvWarp {
 };
 
 // Grid: blocks of 32 weight rows. The warps of a block share the columns and are added at the end, in order.
-template <typename T, int TILES>
+template <typename T, int TILES, int COUNT>
 DEVICE void gemv(const GemvParams& p) {
+    using Warp = GemvWarp<T, TILES, COUNT>;
     SHARED float parts[GEMV_WARPS][8 * TILES][GEMV_ROWS];
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    GemvWarp<T, TILES> state = {p, {}, {}};
+    Warp state = {p, {}, {}};
     state.find_weights();
     uint4 now[2][2][2], next[2][2][2];
     uint32_t k = warp * GEMV_STEP;
@@ -276,10 +282,10 @@ DEVICE void gemv(const GemvParams& p) {
         for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                float sums[Terms<T>::SUMS];
+                float sums[Warp::SUMS];
 #pragma unroll
-                for (int i = 0; i < Terms<T>::SUMS; i++) sums[i] = state.sums[m][tile][i][e];
-                parts[warp][8 * tile + lane % 4 * 2 + e % 2][16 * m + lane / 4 + e / 2 * 8] = Terms<T>::total(sums);
+                for (int i = 0; i < Warp::SUMS; i++) sums[i] = state.sums[m][tile][i][e];
+                parts[warp][8 * tile + lane % 4 * 2 + e % 2][16 * m + lane / 4 + e / 2 * 8] = Warp::Split::total(sums);
             }
         }
     }

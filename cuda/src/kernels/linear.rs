@@ -1,8 +1,8 @@
 //! Linear layers, `out[r] (=|+=) x[r] · weightᵀ (+ bias)`: parameters, choice of the kernel and geometry.
 //!
 //! * Up to [`GEMV_ROWS_MAX`] rows, `gemv_*` streams the weights once: in plain arithmetic for one or two rows,
-//!   straight into tensor-core fragments for more, with activations split into as many terms as f32 precision needs;
-//!   bandwidth hides their cost.
+//!   straight into tensor-core fragments for more, with activations split into three terms, which is all of an f32, or into
+//!   one (bf16) or two (f16) where [`Precision::Fast`] allows it.
 //! * For more rows, `split_*` writes the activations as one or two terms of the weights' type (in f16 with a
 //!   power-of-two scale a row against overflow), and `gemm_*` multiplies tiles on tensor cores. A product with too
 //!   few tiles to fill the device is cut along the inner dimension, and `gemm_reduce` adds the parts in a fixed
@@ -252,7 +252,7 @@ impl Product {
     pub fn launches(&self, workspace: u64, precision: Precision, sms: u32) -> Launches {
         let ldw = u32::try_from(weight_ld(self.k as usize, self.dtype.size())).expect("columns fit");
         if is_streamed(self.rows, self.dtype) {
-            return Launches::Stream(self.stream(ldw));
+            return Launches::Stream(self.stream(ldw, precision));
         }
         assert_eq!(self.activation, None, "an activation of many rows is a kernel of its own");
         let cut = cut(self.rows, self.n, self.k, self.dtype, sms);
@@ -367,22 +367,27 @@ impl Product {
         blocks(n, activation, GEMV_FEW_COLS)
     }
 
-    fn stream(&self, ldw: u32) -> Launch<GemvParams> {
+    fn stream(&self, ldw: u32, precision: Precision) -> Launch<GemvParams> {
         assert!(self.activation.is_none_or(|a| is_fused(self.rows, self.dtype, a)), "a kernel of its own");
         let params = self.gemv(ldw);
         let few = [Self::few_blocks(self.n, self.activation), self.rows.div_ceil(2), 1];
         let more = [blocks(self.n, self.activation, GEMV_COLS), 1, 1];
-        let (name, grid) = match (self.dtype, self.rows) {
-            (DType::F32, 1) => ("gemv_f32_1", few),
-            (DType::F32, _) => ("gemv_f32_2", few),
-            (DType::F16, 1) => ("gemv_f16_1", few),
-            (DType::F16, 2) => ("gemv_f16_2", few),
-            (DType::F16, 3..=8) => ("gemv_f16_8", more),
-            (DType::F16, _) => ("gemv_f16_16", more),
-            (DType::BF16, 1) => ("gemv_bf16_1", few),
-            (DType::BF16, 2) => ("gemv_bf16_2", few),
-            (DType::BF16, 3..=8) => ("gemv_bf16_8", more),
-            (DType::BF16, _) => ("gemv_bf16_16", more),
+        let fast = precision == Precision::Fast;
+        let (name, grid) = match (self.dtype, self.rows, fast) {
+            (DType::F32, 1, _) => ("gemv_f32_1", few),
+            (DType::F32, ..) => ("gemv_f32_2", few),
+            (DType::F16, 1, _) => ("gemv_f16_1", few),
+            (DType::F16, 2, _) => ("gemv_f16_2", few),
+            (DType::F16, 3..=8, false) => ("gemv_f16_8_exact", more),
+            (DType::F16, 3..=8, true) => ("gemv_f16_8_fast", more),
+            (DType::F16, _, false) => ("gemv_f16_16_exact", more),
+            (DType::F16, _, true) => ("gemv_f16_16_fast", more),
+            (DType::BF16, 1, _) => ("gemv_bf16_1", few),
+            (DType::BF16, 2, _) => ("gemv_bf16_2", few),
+            (DType::BF16, 3..=8, false) => ("gemv_bf16_8_exact", more),
+            (DType::BF16, 3..=8, true) => ("gemv_bf16_8_fast", more),
+            (DType::BF16, _, false) => ("gemv_bf16_16_exact", more),
+            (DType::BF16, _, true) => ("gemv_bf16_16_fast", more),
         };
         Launch { name, grid, block: GEMV_THREADS, shared_bytes: 0, params }
     }

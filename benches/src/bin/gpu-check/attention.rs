@@ -10,7 +10,7 @@ use crate::{Args, Out, inputs};
 use lagoon_backend::{AttnBatch, AttnRows, Device, Partials};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, CudaTensor, kernels};
-use lagoon_types::{AttentionGeometry, DType, KvRun};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvRun, KvShape};
 use serde_json::{Value, json};
 
 /// Llama-3-8B's attention.
@@ -42,8 +42,8 @@ fn runs_of(base: u32, context: u32, block: Option<u32>, out: &mut Vec<KvRun>) ->
 }
 
 /// Bytes of one layer's KV.
-fn kv_bytes(tokens: u32, dtype: DType) -> usize {
-    tokens as usize * 2 * G.kv_dim() * dtype.size()
+fn kv_bytes(tokens: u32, dtype: KvDType) -> usize {
+    tokens as usize * KvShape { layers: 1, kv_heads: G.kv_heads, head_dim: G.head_dim, dtype }.layer_token_bytes()
 }
 
 /// Some tensors of queries.
@@ -56,7 +56,7 @@ fn queries(d: &mut CudaDevice, rows: u32, copies: usize) -> anyhow::Result<Vec<C
 struct Decode {
     batch: u32,
     context: u32,
-    dtype: DType,
+    dtype: KvDType,
     group: u32,
     block: Option<u32>,
 }
@@ -84,7 +84,7 @@ fn decode(what: Decode, tuning: Tuning) -> anyhow::Result<Time> {
 pub(crate) fn prefill(tokens: u32, dtype: DType, block: Option<u32>, tuning: Tuning) -> anyhow::Result<Time> {
     let mut device = device(tuning, 1)?;
     let copies =
-        inputs::copies(device.attributes().l2_bytes, kv_bytes(tokens, dtype) + tokens as usize * G.q_dim() * 4);
+        inputs::copies(device.attributes().l2_bytes, kv_bytes(tokens, dtype.into()) + tokens as usize * G.q_dim() * 4);
     let kv = inputs::store(&mut device, u32::try_from(copies)?, tokens as usize, dtype)?;
     let q = queries(&mut device, tokens, copies)?;
     let mut out = Partials::new(&mut device, tokens as usize, G)?;
@@ -117,15 +117,18 @@ pub(crate) fn decode_all(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     };
     let sliced = if args.smoke { [2, 2] } else { [8, 32] };
     // Page-group slicing is measured last, in one type and for two sizes: 32 layers' KV takes long to write.
-    let plain = [DType::BF16, DType::F16].into_iter().flat_map(|dtype| sizes.iter().map(move |size| (dtype, size, 1)));
+    let types = [KvDType::BF16, KvDType::F16, KvDType::Fp8];
+    let plain = types.into_iter().flat_map(|dtype| sizes.iter().map(move |size| (dtype, size, 1)));
     let groups = sliced
         .into_iter()
-        .flat_map(|group| sizes[..sizes.len().min(2)].iter().map(move |size| (DType::BF16, size, group)));
+        .flat_map(|group| sizes[..sizes.len().min(2)].iter().map(move |size| (KvDType::BF16, size, group)));
     for (dtype, &(batch, context), group) in plain.chain(groups) {
         let key = json!({ "batch": batch, "context": context, "dtype": dtype.to_string(), "layers_per_group": group });
         out.row("rows", key, || {
             let what = Decode { batch, context, dtype, group, block: None };
-            let time = decode(what, tuning(args, dtype, Precision::Fast)?)?;
+            // The kernel of 8 bits is not tuned.
+            let tuned = dtype.plain().unwrap_or(DType::F16);
+            let time = decode(what, tuning(args, tuned, Precision::Fast)?)?;
             let rate = kv_bytes(batch * context, dtype) as f64 / time.seconds();
             with(time.fields(), json!({ "gb_per_s": rate / 1e9, "of_copy_bandwidth": rate / copy }))
         })?;
@@ -152,7 +155,7 @@ pub(crate) fn paged(args: &Args, out: &mut Out) -> anyhow::Result<()> {
         for &block in blocks {
             let key = json!({ "batch": batch, "context": context, "block": block });
             out.row("decode_of_table_7", key, || {
-                let what = Decode { batch, context, dtype: DType::BF16, group: 1, block };
+                let what = Decode { batch, context, dtype: KvDType::BF16, group: 1, block };
                 let time = decode(what, tuning(args, DType::BF16, Precision::Fast)?)?;
                 // The paper's Table 7 adds up 32 layers.
                 with(time.fields(), json!({ "layers_32_ms": time.us[1] * 32e-3 }))

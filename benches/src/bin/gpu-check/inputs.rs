@@ -2,8 +2,9 @@
 //! memory and not the L2 cache.
 
 use crate::attention::G;
-use lagoon_backend::{Device, WeightSource};
-use lagoon_types::{DType, KvShape};
+use lagoon_backend::conformance::Data;
+use lagoon_backend::{Device, WeightFormat, WeightPart, WeightSource};
+use lagoon_types::{DType, KvDType, KvShape};
 use rayon::prelude::*;
 
 /// Values of one piece of noise; pieces are made in parallel.
@@ -61,6 +62,30 @@ pub(crate) fn weight<D: Device>(
     Ok(d.weight(WeightSource::plain(dtype, cols, vec![(rows, bytes.into())]))?)
 }
 
+/// Elements of a packed weight's blocks that are drawn; more repeat them from another block on.
+const PACKED: usize = 1 << 20;
+
+/// A packed weight of random blocks, with elements about 1 / 64.
+pub(crate) fn packed_weight<D: Device>(
+    d: &mut D,
+    format: WeightFormat,
+    rows: usize,
+    cols: usize,
+    seed: u64,
+) -> anyhow::Result<D::Weight> {
+    let bytes = format.bytes(rows * cols).ok_or_else(|| anyhow::anyhow!("{cols} columns are no whole blocks"))?;
+    let drawn = Data::new(seed).packed(format, PACKED.min(rows * cols)).0;
+    let mut all = Vec::with_capacity(bytes);
+    // Each repetition begins at another block, so that it lies elsewhere in the rows.
+    let mut first = 0;
+    while all.len() < bytes {
+        let part = &drawn[first..];
+        all.extend_from_slice(&part[..part.len().min(bytes - all.len())]);
+        first = (first + 7 * format.block().bytes) % drawn.len();
+    }
+    Ok(d.weight(WeightSource { cols, parts: vec![WeightPart { rows, format, bytes: all.into() }] })?)
+}
+
 /// A tensor of noise between -1 and 1.
 pub(crate) fn tensor<D: Device>(d: &mut D, rows: usize, cols: usize, seed: u64) -> anyhow::Result<D::Tensor> {
     let mut tensor = d.tensor(rows, cols)?;
@@ -70,22 +95,39 @@ pub(crate) fn tensor<D: Device>(d: &mut D, rows: usize, cols: usize, seed: u64) 
 
 /// Fills the first `tokens` slots of every layer of a store with noise.
 pub(crate) fn fill<D: Device>(d: &mut D, kv: &mut D::Kv, shape: KvShape, tokens: usize) -> anyhow::Result<()> {
-    let dtype = shape.dtype.plain().ok_or_else(|| anyhow::anyhow!("noise in {}", shape.dtype))?;
     // Chunks of 64 MiB.
     let most = ((64 << 20) / shape.layer_token_bytes()).max(1);
     for layer in 0..shape.layers as usize {
         for slot in (0..tokens).step_by(most) {
             let count = most.min(tokens - slot);
             let seed = ((layer as u64) << 32) + slot as u64;
-            let bytes = stored_noise(dtype, count * shape.layer_token_bytes() / dtype.size(), 1.0, seed);
+            let bytes = match shape.dtype.plain() {
+                Some(dtype) => stored_noise(dtype, count * shape.layer_token_bytes() / dtype.size(), 1.0, seed),
+                None => packed_rows(shape, count, seed),
+            };
             d.kv_write(kv, layer, u32::try_from(slot)?, &bytes)?;
         }
     }
     Ok(())
 }
 
+/// Tokens of one layer in 8 bits; more than [`PACKED`] elements repeat.
+fn packed_rows(shape: KvShape, tokens: usize, seed: u64) -> Vec<u8> {
+    let row = 2 * (shape.kv_heads * shape.head_dim) as usize;
+    let (mut bytes, wanted) = (Vec::new(), tokens * shape.layer_token_bytes());
+    shape.encode(&noise(tokens.min(PACKED / row) * row, 1.0, seed), &mut bytes);
+    let drawn = bytes.len();
+    (drawn..wanted).step_by(drawn).for_each(|at| bytes.extend_from_within(..drawn.min(wanted - at)));
+    bytes
+}
+
 /// A store of noise with this many layers of [`G`]'s shape.
-pub(crate) fn store<D: Device>(d: &mut D, layers: u32, tokens: usize, dtype: DType) -> anyhow::Result<D::Kv> {
+pub(crate) fn store<D: Device>(
+    d: &mut D,
+    layers: u32,
+    tokens: usize,
+    dtype: impl Into<KvDType>,
+) -> anyhow::Result<D::Kv> {
     let shape = KvShape { layers, kv_heads: G.kv_heads, head_dim: G.head_dim, dtype: dtype.into() };
     let mut kv = d.kv(shape, tokens)?;
     fill(d, &mut kv, shape, tokens)?;

@@ -150,7 +150,7 @@ pub(crate) fn ceilings(args: &Args, out: &mut Out) -> anyhow::Result<()> {
 pub(crate) fn rows(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let copy = copy_bandwidth(args, out)?;
     let (n, k) = if args.smoke { (64, 96) } else { (14336, 4096) };
-    let rows: &[usize] = if args.smoke { &[1, 20] } else { &[1, 8, 16, 64, 512, 4096] };
+    let rows: &[usize] = if args.smoke { &[1, 20] } else { &[1, 4, 8, 16, 17, 32, 64, 512, 4096] };
     for (kind, by) in &BY {
         for (exact, precision) in [(false, Precision::Fast), (true, Precision::Exact)] {
             for &rows in rows {

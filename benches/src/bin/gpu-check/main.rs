@@ -17,6 +17,7 @@ mod head;
 mod inputs;
 mod linear;
 mod mixed;
+mod packed;
 mod parent;
 mod sanitizer;
 mod sections;

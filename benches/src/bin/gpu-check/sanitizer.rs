@@ -22,8 +22,8 @@ const CASES: &str = "sanitizer-case";
 const TOOLS: [&str; 3] = ["memcheck", "racecheck", "synccheck"];
 
 /// Seconds of one checker, and of one case in it.
-const TOOL_S: u64 = 48;
-const CASE_S: u64 = 24;
+const TOOL_S: u64 = 28;
+const CASE_S: u64 = 20;
 
 /// Exit code of compute-sanitizer with findings.
 const FOUND: &str = "77";

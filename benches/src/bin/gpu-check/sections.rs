@@ -6,7 +6,8 @@
 //! * a command ends within [`COMMAND_S_MAX`], all commands together within [`LOAN_S_MAX`].
 
 use super::{
-    Args, Out, attention, conformance, external, goldens, linear, mixed, sanitizer, steps, tune, vmm, warpgroups,
+    Args, Out, attention, conformance, external, goldens, linear, mixed, packed, sanitizer, steps, tune, vmm,
+    warpgroups,
 };
 
 /// A section.
@@ -22,16 +23,14 @@ pub(crate) struct Section {
 }
 
 /// Seconds of each part's command, unpacking the archive included.
-pub(crate) const PARTS_S: [u64; 3] = [500, 480, 340];
+pub(crate) const PARTS_S: [u64; 3] = [400, 390, 200];
 
 /// Seconds for unpacking, the first look at the device and the report's last write.
 pub(crate) const AROUND_S: u64 = 20;
 
-/// Seconds of one command, and of all commands, on a GPU lent for half an hour: each start of the machine costs a
-/// minute or more of it.
-/// more of it.
+/// Most seconds of one command, and of all commands.
 const COMMAND_S_MAX: u64 = 540;
-const LOAN_S_MAX: u64 = 22 * 60;
+const LOAN_S_MAX: u64 = 1000;
 
 macro_rules! sections {
     ($($part:literal $name:literal, $limit:literal, $row:literal, $run:path, $what:literal;)+) => {
@@ -42,24 +41,25 @@ macro_rules! sections {
 // Warpgroup kernels and the sanitizer come last in their parts: a trap, or a GPU in disorder after it, costs no other
 // section.
 pub(crate) const SECTIONS: &[Section] = sections![
-    1 "ceilings", 40, 20, linear::ceilings, "copy bandwidth of the device and over PCIe, products of matrices";
-    1 "conformance", 130, 20, conformance::run, "the backend's contract in both precisions, untuned and in small pieces";
-    1 "goldens", 60, 15, goldens::run, "logits of small models against transformers', in both precisions";
-    1 "tune", 40, 25, tune::run, "shapes of decode attention that later sections use";
-    1 "decode", 70, 20, attention::decode_all, "decode attention against copy bandwidth, with page groups sliced and not";
-    1 "steps", 100, 40, steps::run, "decoding at Llama-3.1-8B's shape against its roofline, with graphs and dependent launches and without";
-    1 "warpgroup_trial", 40, 15, warpgroups::trial, "warpgroup products compared with the other kernel, and timed";
-    2 "prefill", 50, 15, attention::prefill_all, "a prompt's attention in the kernels on mma.sync";
-    2 "vmm", 60, 20, vmm::run, "calls of virtual memory, allocation, steps and prompts with and without overlap and reuse, windows";
-    2 "linear", 60, 15, linear::rows, "linear layers by own kernels and by cuBLASLt";
+    1 "ceilings", 20, 20, linear::ceilings, "copy bandwidth of the device and over PCIe, products of matrices";
+    1 "conformance", 100, 20, conformance::run, "the backend's contract in both precisions, untuned and in small pieces";
+    1 "goldens", 30, 15, goldens::run, "logits of small models against transformers', in both precisions";
+    1 "tune", 25, 25, tune::run, "shapes of decode attention that later sections use";
+    1 "decode", 60, 20, attention::decode_all, "decode attention against copy bandwidth, with page groups sliced and not";
+    1 "steps", 120, 40, steps::run, "decoding at Llama-3.1-8B's shape against its roofline: graphs, dependent launches, packed weights; prompts";
+    1 "warpgroup_trial", 25, 15, warpgroups::trial, "warpgroup products compared with the other kernel, and timed";
+    2 "prefill", 30, 15, attention::prefill_all, "a prompt's attention in the kernels on mma.sync";
+    2 "vmm", 50, 20, vmm::run, "calls of virtual memory, allocation, steps and prompts with and without overlap and reuse, windows";
+    2 "linear", 30, 15, linear::rows, "linear layers by own kernels and by cuBLASLt";
+    2 "packed", 60, 15, packed::run, "linear layers with packed weights against copy bandwidth";
     2 "paged", 60, 15, attention::paged, "contiguous KV against blocks in the same kernels (vAttention, Tables 6 and 7)";
-    2 "torch", 110, 110, external::torch, "torch's scaled_dot_product_attention with every backend";
-    2 "demo", 60, 60, mixed::demo, "a pooled answer equal to a single instance's, all on CUDA";
-    2 "warpgroups", 60, 15, warpgroups::run, "conformance and prefill attention on warpgroup products";
-    3 "dist", 30, 30, mixed::dist, "attention over KV half on CUDA and half on wgpu, merged, against the host";
-    3 "wgpu", 60, 60, mixed::wgpu, "the same work through wgpu, and its ratio to CUDA";
-    3 "demo_mixed", 80, 80, mixed::demo_mixed, "the demo with a CUDA debtor and wgpu creditors";
-    3 "sanitizer", 150, 60, sanitizer::run, "small cases under compute-sanitizer: memcheck, racecheck, synccheck";
+    2 "torch", 80, 80, external::torch, "torch's scaled_dot_product_attention with every backend";
+    2 "demo", 30, 30, mixed::demo, "a pooled answer equal to a single instance's, all on CUDA";
+    2 "warpgroups", 30, 15, warpgroups::run, "conformance and prefill attention on warpgroup products";
+    3 "dist", 20, 20, mixed::dist, "attention over KV half on CUDA and half on wgpu, merged, against the host";
+    3 "wgpu", 30, 30, mixed::wgpu, "the same work through wgpu, and its ratio to CUDA";
+    3 "demo_mixed", 40, 40, mixed::demo_mixed, "the demo with a CUDA debtor and wgpu creditors";
+    3 "sanitizer", 90, 40, sanitizer::run, "small cases under compute-sanitizer: memcheck, racecheck, synccheck";
     0 "llama", 400, 400, external::llama, "llama.cpp's CUDA build on a model of the same shape, where it can be had";
 ];
 

@@ -15,8 +15,8 @@ use crate::tune::tuning;
 use crate::{Args, Out, inputs};
 use anyhow::{Context as _, ensure};
 use bytes::Bytes;
-use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, Queued, WeightSource};
-use lagoon_cuda::kernels::attention::Precision;
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, Queued, WeightFormat, WeightSource};
+use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, kernels};
 use lagoon_types::{AttentionGeometry, DType, KvDType, KvRun, KvShape};
 use serde_json::{Value, json};
@@ -34,10 +34,10 @@ struct Shape {
 const LLAMA_8B: Shape = Shape { layers: 32, hidden: 4096, intermediate: 14336, vocab: 128_256, geometry: G };
 const TINY: Shape = Shape {
     layers: 2,
-    hidden: 64,
-    intermediate: 96,
+    hidden: 256,
+    intermediate: 256,
     vocab: 40,
-    geometry: AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 64, latent: false },
+    geometry: AttentionGeometry { heads: 4, kv_heads: 1, head_dim: 64, latent: false },
 };
 
 struct Layer {
@@ -60,14 +60,19 @@ struct Model {
 
 impl Model {
     /// Small weights, each from another offset of one buffer of noise that is longer than any of them; norms near 1.
-    fn new(d: &mut CudaDevice, shape: Shape) -> anyhow::Result<Self> {
+    fn new(d: &mut CudaDevice, shape: Shape, format: WeightFormat) -> anyhow::Result<Self> {
         let g = shape.geometry;
         let widest = [2 * shape.intermediate, shape.vocab, g.qkv_dim(), g.q_dim()].into_iter().max().unwrap_or(1);
         // Distance of offsets, prime to every number of columns here.
         let (step, count) = (7919, 4 * shape.layers + 2);
         let noise = Bytes::from(inputs::stored_noise(DType::BF16, widest * shape.hidden + step * count, 0.02, 1));
         let (mut bytes, mut place) = (0, 0);
-        let mut weight = |d: &mut CudaDevice, rows: usize, cols: usize| {
+        let mut weight = |d: &mut CudaDevice, rows: usize, cols: usize| -> anyhow::Result<CudaWeight> {
+            place += step;
+            if rows > 1 && format != WeightFormat::BF16 {
+                bytes += format.bytes(rows * cols).context("whole blocks")?;
+                return inputs::packed_weight(d, format, rows, cols, place as u64);
+            }
             bytes += rows * cols * 2;
             let data = if rows == 1 {
                 let near_one: Vec<f32> = inputs::noise(cols, 0.3, 2).iter().map(|v| 1.0 + v).collect();
@@ -75,10 +80,9 @@ impl Model {
                 DType::BF16.encode(&near_one, &mut data);
                 data.into()
             } else {
-                place += step;
                 noise.slice(place * 2..(place + rows * cols) * 2)
             };
-            d.weight(WeightSource::plain(DType::BF16, cols, vec![(rows, data)]))
+            Ok(d.weight(WeightSource::plain(DType::BF16, cols, vec![(rows, data)]))?)
         };
         let layers = (0..shape.layers)
             .map(|_| {
@@ -94,7 +98,7 @@ impl Model {
         let (head, norm) = (weight(d, shape.vocab, shape.hidden)?, weight(d, 1, shape.hidden)?);
         let embed = weight(d, shape.vocab, shape.hidden)?;
         // A step reads a few rows of the embedding table.
-        let before = bytes - shape.vocab * shape.hidden * 2;
+        let before = bytes - format.bytes(shape.vocab * shape.hidden).context("whole blocks")?;
         Ok(Self { shape, embed, head, norm, layers, bytes: before })
     }
 }
@@ -222,17 +226,28 @@ impl Steps {
 /// The device with the model, for as many rows as this process measures.
 type Loaded = (CudaDevice, Model);
 
-/// The model on a device with or without programmatic dependent launch.
-fn load(args: &Args, no_dependent_launch: bool) -> anyhow::Result<Loaded> {
+/// How a model is loaded: with or without programmatic dependent launch, and in which format its matrices are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct How {
+    no_dependent_launch: bool,
+    format: WeightFormat,
+}
+
+/// The model on a device.
+fn load(args: &Args, how: How) -> anyhow::Result<Loaded> {
+    let How { no_dependent_launch, format } = how;
     let tuning = Some(tuning(args, DType::BF16, Precision::Fast)?);
     let options = CudaOptions { layers_per_group: Some(1), tuning, no_dependent_launch, ..CudaOptions::default() };
     let mut d = CudaDevice::open(kernels::FATBIN, options)?;
-    let model = Model::new(&mut d, if args.smoke { TINY } else { LLAMA_8B })?;
+    let model = Model::new(&mut d, if args.smoke { TINY } else { LLAMA_8B }, format)?;
     Ok((d, model))
 }
 
-/// A prompt of 16 Ki tokens in chunks of 2048, without sampling but with the last row's logits.
+/// A prompt of 16 Ki tokens in chunks of 2048, without sampling but with the last row's logits, and with warpgroup products where
+/// the device has them.
 fn prompt((d, model): &mut Loaded, chunk: u32, tokens: u32, times: usize) -> anyhow::Result<Value> {
+    let before = *d.tuning();
+    d.set_tuning(Tuning { wgmma: d.attributes().compute_capability.0 == 9, ..before });
     let mut steps = Steps::new(d, model.shape, (chunk, 1), (tokens, tokens))?;
     let mut ms = Vec::new();
     for _ in 0..=times {
@@ -243,6 +258,7 @@ fn prompt((d, model): &mut Loaded, chunk: u32, tokens: u32, times: usize) -> any
         ms.push(started.elapsed().as_secs_f64() * 1e3);
     }
     steps.check(d, model)?;
+    d.set_tuning(before);
     // The first run chooses algorithms and allocates scratch.
     let [least, middle, most] = spread(ms.split_off(1));
     Ok(json!({ "ms": middle, "ms_least": least, "ms_most": most, "linear_layers": d.linear_layers() }))
@@ -303,6 +319,7 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let count = if args.smoke { 6 } else { 60 };
     let mut held = Held::default();
     for no_dependent_launch in [false, true] {
+        let how = How { no_dependent_launch, format: WeightFormat::BF16 };
         for graphs in [true, false] {
             for &(batch, context) in sizes {
                 if no_dependent_launch && batch > BATCH_MAX_WITHOUT_DEPENDENTS {
@@ -315,32 +332,48 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
                     "no_dependent_launch": no_dependent_launch,
                 });
                 out.row("rows", key, || {
-                    let what = Decoding { batch, context, graphs, count };
-                    decoding(&what, held.get(args, no_dependent_launch)?, copy)
+                    decoding(&Decoding { batch, context, graphs, count }, held.get(args, how)?, copy)
                 })?;
             }
         }
         if !no_dependent_launch {
             let (chunk, tokens, times) = if args.smoke { (20, 40, 1) } else { (2048, 16 << 10, 3) };
             out.row("prompts", json!({ "tokens": tokens, "chunk": chunk }), || {
-                prompt(held.get(args, false)?, chunk, tokens, times)
+                prompt(held.get(args, how)?, chunk, tokens, times)
             })?;
         }
+    }
+    for format in PACKED {
+        for &(batch, context) in sizes.iter().filter(|size| size.0 <= PACKED_BATCH_MAX) {
+            let key = json!({ "format": format.to_string(), "batch": batch, "context": context });
+            out.row("packed", key, || {
+                let how = How { no_dependent_launch: false, format };
+                decoding(&Decoding { batch, context, graphs: true, count }, held.get(args, how)?, copy)
+            })?;
+        }
+        let (chunk, tokens, times) = if args.smoke { (20, 40, 1) } else { (2048, 16 << 10, 1) };
+        out.row("packed_prompts", json!({ "format": format.to_string(), "tokens": tokens, "chunk": chunk }), || {
+            prompt(held.get(args, How { no_dependent_launch: false, format })?, chunk, tokens, times)
+        })?;
     }
     Ok(())
 }
 
-/// The loaded model, and whether its device lacks dependent launch: memory has room for one model.
+/// Packed formats whose steps are measured, and the largest batch of these.
+const PACKED: [WeightFormat; 3] = [WeightFormat::Q8_0, WeightFormat::Q4K, WeightFormat::Fp8];
+const PACKED_BATCH_MAX: u32 = 16;
+
+/// The loaded model, and how it was loaded: memory has room for one model.
 #[derive(Default)]
-struct Held(Option<(bool, Loaded)>);
+struct Held(Option<(How, Loaded)>);
 
 impl Held {
     /// The model on such a device, loaded at the first request.
-    fn get(&mut self, args: &Args, no_dependent_launch: bool) -> anyhow::Result<&mut Loaded> {
-        if self.0.as_ref().is_none_or(|(without, _)| *without != no_dependent_launch) {
+    fn get(&mut self, args: &Args, how: How) -> anyhow::Result<&mut Loaded> {
+        if self.0.as_ref().is_none_or(|(loaded, _)| *loaded != how) {
             // Frees the other one first.
             self.0 = None;
-            self.0 = Some((no_dependent_launch, load(args, no_dependent_launch)?));
+            self.0 = Some((how, load(args, how)?));
         }
         Ok(&mut self.0.as_mut().context("loaded above")?.1)
     }
