@@ -1,7 +1,9 @@
 # A model of Llama-3.1-8B's shape with random weights, served by `lagoon serve` and by a pool of two instances on one GPU, under load.
 # Needs numpy. Prints one JSON object a line, and server logs to files beside it.
 #
-# Arguments: the lagoon program, a folder for 16 GB, "8b" or "tiny", a backend ("cuda").
+# Arguments: the lagoon program, a folder for 16 GB, "8b", "kv" (that model's KV on small layers) or "tiny", a backend ("cuda"), and
+# "pool" to leave out the loads of one instance.
+import atexit
 import concurrent.futures
 import json
 import os
@@ -14,11 +16,20 @@ import urllib.request
 
 import numpy as np
 
-LAGOON, FOLDER, SHAPE, BACKEND = sys.argv[1:5]
-TINY = SHAPE == "tiny"
-HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD, VOCAB = (
-    (256, 512, 2, 4, 2, 64, 2000) if TINY else (4096, 14336, 32, 32, 8, 128, 128256)
-)
+LAGOON, FOLDER, SHAPE, BACKEND, *MORE = sys.argv[1:]
+HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD, VOCAB = {
+    "tiny": (256, 512, 2, 4, 2, 64, 2000),
+    "kv": (1024, 1024, 32, 32, 8, 128, 2000),
+    "8b": (4096, 14336, 32, 32, 8, 128, 128256),
+}[SHAPE]
+# KV tokens of a pool's instance, characters of a long prompt, tokens of its answer; and loads: requests, requests at once, tokens of
+# a prompt and of an answer.
+KV, LONG, ANSWER = {"tiny": (4096, 5000, 24), "kv": (8192, 12_000, 32), "8b": (49_152, 80_000, 64)}[SHAPE]
+LOADS = {
+    "tiny": [(2, 1, 32, 8), (4, 4, 32, 8)],
+    "kv": [(16, 8, 512, 32)],
+    "8b": [(4, 1, 1024, 128), (64, 16, 1024, 128), (192, 64, 1024, 128)],
+}[SHAPE]
 LOGS = os.environ.get("OUT", ".")
 
 
@@ -74,7 +85,7 @@ def make_model(folder):
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     rng = np.random.default_rng(1)
-    noise = (rng.standard_normal(1 << 20 if TINY else 1 << 25, dtype=np.float32) * np.float32(0.02)).view(np.uint32)
+    noise = (rng.standard_normal(1 << 25 if SHAPE == "8b" else 1 << 22, dtype=np.float32) * np.float32(0.02)).view(np.uint32)
     noise = (noise >> 16).astype(np.uint16)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -98,10 +109,14 @@ def serve(args, port, name):
     log = open(f"{LOGS}/{name}.log", "wb")
     started = time.time()
     process = subprocess.Popen([LAGOON, *args, "--backend", BACKEND, "--port", str(port)], stdout=log, stderr=log)
+    # One that is left has the GPU's memory and the port of the next.
+    atexit.register(process.kill)
     while True:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).read()
-            break
+            if process.poll() is None:
+                break
+            raise SystemExit(f"{name} ended; another server answers at port {port}")
         except OSError:
             if process.poll() is not None or time.time() - started > 120:
                 process.kill()
@@ -143,8 +158,7 @@ def complete(port, prompt, tokens, **more):
     return text, first - started, time.time() - started, usage
 
 
-def load(port, name):
-    sizes = [(2, 1, 32, 8), (4, 4, 32, 8)] if TINY else [(4, 1, 1024, 128), (64, 16, 1024, 128), (192, 64, 1024, 128)]
+def load(port, name, sizes):
     for requests, at_once, prompt, answer in sizes:
         command = [LAGOON, "bench", "--url", f"http://127.0.0.1:{port}", "--requests", str(requests), "--concurrency",
                    str(at_once), "--prompt-tokens", str(prompt), "--max-tokens", str(answer), "--json"]
@@ -168,24 +182,24 @@ make_model(model)
 say(model=SHAPE, made_s=round(time.time() - started, 2))
 
 rng = np.random.default_rng(2)
-kv, long, answer = (4096, 5000, 24) if TINY else (65536, 100_000, 64)
-document = "".join(chr(97 + int(i)) for i in rng.integers(0, 26, long))
+document = "".join(chr(97 + int(i)) for i in rng.integers(0, 26, LONG))
 alone = serve(["serve", model, "--served-model-name", "m"], 8100, "serve")
-load(8100, "serve")
-whole, first, total, usage = complete(8100, document, answer)
-say(long="alone", prompt_tokens=long, first_token_s=round(first, 3), total_s=round(total, 3), usage=usage)
+if "pool" not in MORE:
+    load(8100, "serve", LOADS)
+whole, first, total, usage = complete(8100, document, ANSWER)
+say(long="alone", prompt_tokens=LONG, first_token_s=round(first, 3), total_s=round(total, 3), usage=usage)
 stop(alone)
 
-pool = serve(["up", model, "--served-model-name", "m", "--instances", "2", "--kv-tokens", str(kv)], 8200, "up")
-text, first, total, usage = complete(8200, document, answer)
-say(long="pooled over two", kv_tokens=kv, prompt_tokens=long, first_token_s=round(first, 3), total_s=round(total, 3),
+pool = serve(["up", model, "--served-model-name", "m", "--instances", "2", "--kv-tokens", str(KV)], 8200, "up")
+text, first, total, usage = complete(8200, document, ANSWER)
+say(long="pooled over two", kv_tokens=KV, prompt_tokens=LONG, first_token_s=round(first, 3), total_s=round(total, 3),
     equal_words=same(whole, text), words=len(whole.split(" ")), usage=usage)
-text, first, total, usage = complete(8200, document, answer)
+text, first, total, usage = complete(8200, document, ANSWER)
 say(long="pooled, again", first_token_s=round(first, 3), total_s=round(total, 3), equal_words=same(whole, text), usage=usage)
 # Short requests beside a long one that is decoded over the pool.
 with concurrent.futures.ThreadPoolExecutor(2) as threads:
-    beside = threads.submit(complete, 8200, document[::-1], 4 * answer)
-    load(8200, "pool, beside a long request")
+    beside = threads.submit(complete, 8200, document[::-1], 4 * ANSWER)
+    load(8200, "pool, beside a long request", LOADS[:2])
     text, first, total, usage = beside.result()
     say(long="pooled, beside a load", first_token_s=round(first, 3), total_s=round(total, 3), usage=usage)
 stop(pool)

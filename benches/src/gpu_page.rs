@@ -248,9 +248,34 @@ fn tables(report: &Value) -> String {
         ("share", "/of_roofline"),
     ];
     table(&mut out, "Decoding at Llama-3.1-8B's shape", &columns, &list(report, "steps", "rows"));
+    packed_tables(report, &mut out);
     let columns = [("work", "/work"), ("wgpu, us", "/wgpu_us"), ("CUDA, us", "/cuda_us"), ("times", "/times")];
     table(&mut out, "wgpu over Vulkan beside CUDA", &columns, &list(report, "wgpu", "rows"));
     out
+}
+
+fn packed_tables(report: &Value, out: &mut String) {
+    let columns = [
+        ("weights", "/format"),
+        ("batch", "/batch"),
+        ("keys", "/context"),
+        ("step, us", "/step_us"),
+        ("roofline, us", "/roofline_us"),
+        ("share", "/of_roofline"),
+    ];
+    table(out, "Decoding with packed weights", &columns, &list(report, "steps", "packed"));
+    let columns = [("weights", "/format"), ("tokens", "/tokens"), ("chunk", "/chunk"), ("ms", "/ms")];
+    let title = "Prefill with packed weights, attention on warpgroup products";
+    table(out, title, &columns, &list(report, "steps", "packed_prompts"));
+    let columns = [
+        ("weights", "/format"),
+        ("rows", "/rows"),
+        ("us", "/us"),
+        ("stored bytes of copy bandwidth", "/weight_bytes_of_copy_bandwidth"),
+        ("TFLOP/s", "/tflop_per_s"),
+    ];
+    let title = "Linear layer 4096 to 14336 with packed weights";
+    table(out, title, &columns, &list(report, "packed", "rows"));
 }
 
 /// The rows of a section that failed, each with its reason.

@@ -49,10 +49,14 @@ void complete(SharedBarrier& barrier) {
     barrier.phase.generation++;
 }
 
-// A box's element, or zero where the tensor has none; 16 bytes at a time, which nothing straddles.
+// A box's element, or zero where the tensor has none; 16 bytes at a time, which nothing straddles. Where it has none the hardware
+// touches the tensor's first element (seen on an H200), which faults if that has no memory.
 void read_chunk(const TensorMapModel& map, int64_t column, int64_t row, unsigned char (&to)[16]) {
     memset(to, 0, sizeof to);
-    if (row < 0 || static_cast<uint64_t>(row) >= map.rows) return;
+    if (row < 0 || static_cast<uint64_t>(row) >= map.rows) {
+        static_cast<void>(*reinterpret_cast<const volatile unsigned char*>(map.address));
+        return;
+    }
     for (uint32_t i = 0; i < 8; i++) {
         const int64_t at = column + i;
         if (at < 0 || static_cast<uint64_t>(at) >= map.columns) continue;

@@ -275,7 +275,7 @@ fn refusals_are_errors_and_leave_nothing() {
             let descriptors = counts().descriptors;
             fail(function, nth, 14);
             let error = device.matmul(&x, &weight, 30, Mode::Set, &mut out).unwrap_err();
-            assert!(matches!(&error, DeviceError::Lost(text) if text.contains(function)), "{function}: {error}");
+            assert!(matches!(&error, DeviceError::Failed(text) if text.contains(function)), "{function}: {error}");
             if function != "cublasLtMatmul" {
                 assert_eq!(counts().descriptors, descriptors, "{function}");
             }

@@ -160,14 +160,14 @@ fn out_of_memory_is_an_error_everywhere() {
     });
 }
 
-/// A launch that the driver refuses is a lost device, not a panic.
+/// A launch that the driver refuses is an error, not a panic, and no lost device.
 #[test]
 fn a_refused_launch_is_an_error() {
     with_device("a_refused_launch_is_an_error", None, |device, fake| {
         let x = device.tensor(2, 8).unwrap();
         let mut out = device.tensor(2, 8).unwrap();
         fake.fail("cuLaunchKernelEx", 1, fake::UNKNOWN);
-        assert!(matches!(device.gather_rows(&x, &[0], &mut out), Err(DeviceError::Lost(_))));
+        assert!(matches!(device.gather_rows(&x, &[0], &mut out), Err(DeviceError::Failed(_))));
         device.gather_rows(&x, &[0], &mut out).unwrap();
     });
 }

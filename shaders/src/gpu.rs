@@ -368,7 +368,7 @@ impl Gpu {
         let slice = self.readback.slice(..bytes);
         slice.map_async(wgpu::MapMode::Read, |_| {});
         self.wait(index)?;
-        let view = slice.get_mapped_range().map_err(|error| DeviceError::Lost(format!("reading back: {error}")))?;
+        let view = slice.get_mapped_range().map_err(|error| DeviceError::Failed(format!("reading back: {error}")))?;
         take(&view);
         drop(view);
         self.readback.unmap();
@@ -393,7 +393,7 @@ fn watch(device: &wgpu::Device, shared: &Arc<Shared>) {
     device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
         let error = match error {
             wgpu::Error::OutOfMemory { .. } => DeviceError::OutOfMemory { what: "a submission".to_owned(), bytes: 0 },
-            other => DeviceError::Lost(other.to_string()),
+            other => DeviceError::Failed(other.to_string()),
         };
         lock(&failed.fault).get_or_insert(error);
     }));

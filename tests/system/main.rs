@@ -33,6 +33,7 @@ mod process_cache_tiers;
 mod process_cli;
 mod process_cluster;
 mod process_cuda_trial;
+mod process_device_lost;
 mod process_disaggregated;
 mod process_dispatch;
 mod process_drain;

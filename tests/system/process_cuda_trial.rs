@@ -10,13 +10,13 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 /// An environment with the fake driver, capability 9.0 and a cache of its own, and the arguments of a server.
-struct Machine {
-    variables: Vec<(&'static str, OsString)>,
+pub(crate) struct Machine {
+    pub(crate) variables: Vec<(&'static str, OsString)>,
     cache: tempfile::TempDir,
 }
 
 impl Machine {
-    fn new(name: &str) -> Option<Self> {
+    pub(crate) fn new(name: &str) -> Option<Self> {
         let libraries = shim::library().and_then(|kernels| Ok((kernels, fake::build()?)));
         let (kernels, driver) = libraries.map_err(|reason| lagoon_tests::skip(name, &reason)).ok()?;
         let cache = tempfile::tempdir().unwrap();
@@ -35,7 +35,7 @@ impl Machine {
         Some(Self { variables, cache })
     }
 
-    fn with(mut self, name: &'static str, value: impl Into<OsString>) -> Self {
+    pub(crate) fn with(mut self, name: &'static str, value: impl Into<OsString>) -> Self {
         self.variables.push((name, value.into()));
         self
     }

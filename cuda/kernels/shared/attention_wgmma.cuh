@@ -11,8 +11,8 @@
 // all), outputs 64. Exponentials take 1,024 clocks, which only overlapping hides.
 //
 // Keys come as boxes of 64, 16, 4 or 1 of them, the largest that a run has left: one never reaches beyond its run, where no
-// memory may be mapped. A tile within a run is two boxes of each panel. Keys beyond the item are boxes outside of the
-// tensor, which are zeros.
+// memory may be mapped. A tile within a run is two boxes of each panel. Keys beyond the item are its last run's first ones, at a
+// position that no row sees: a box outside of the tensor is zeros, but touches the tensor's first element, which may have no memory.
 //
 // Scores have no soft cap: the plan takes attention_prefill for those.
 //
@@ -25,7 +25,7 @@
 #include "wgmma.cuh"
 
 constexpr uint32_t WGMMA_GROUPS = 2, WGMMA_ROWS = 64 * WGMMA_GROUPS, WGMMA_KEYS = 128, WGMMA_STAGES = 2;
-constexpr int32_t WGMMA_BOX = 64;
+constexpr uint32_t WGMMA_BOX = 64;
 
 // Panels of 64 columns: rows of 128 bytes whose 16-byte chunks are exchanged by the row's number, as the hardware expects.
 template <uint32_t ROWS>
@@ -105,12 +105,11 @@ struct WgmmaFeeder {
         sync_warp();
         for (uint32_t row = 0; row < WGMMA_KEYS;) {
             const uint32_t index = first + row;
-            uint32_t left = WGMMA_KEYS - row, position = NOWHERE, step = 0;
-            int32_t slot = -WGMMA_BOX;
+            uint32_t left = min(WGMMA_KEYS - row, walk.run.len), slot = walk.run.base, position = NOWHERE, step = 0;
             if (index < item.keys) {
                 walk.seek(index);
-                left = min(left, walk.before + walk.run.len - index);
-                slot = static_cast<int32_t>(walk.slot(index));
+                left = min(WGMMA_KEYS - row, walk.before + walk.run.len - index);
+                slot = walk.slot(index);
                 position = walk.position(index);
                 step = 1;
             }
@@ -119,7 +118,7 @@ struct WgmmaFeeder {
             for (; height > left; height /= 4) map++;
             if (lane < D / 64) {
                 const int32_t column = static_cast<int32_t>(kv_head * D + lane * 64);
-                copy_box(to + lane * S::Keys::PANEL + row * 128, map, column, slot, full);
+                copy_box(to + lane * S::Keys::PANEL + row * 128, map, column, static_cast<int32_t>(slot), full);
             }
             if (positions) {
                 for (uint32_t i = lane; i < height; i += 32) positions[row + i] = position + i * step;

@@ -37,7 +37,8 @@ DEVICE void barrier_wait(SharedAddress barrier, uint32_t parity) {
 }
 
 // Copies the box of a tensor map whose first element is at `column` and `row` to shared memory, aligned to 128 bytes, where it
-// is swizzled by the address's bits; what is not of the tensor becomes zeros. The barrier gets the box's bytes.
+// is swizzled by the address's bits; what is not of the tensor becomes zeros, and the tensor's first element is touched then (seen
+// on an H200: without memory there, the kernel ends with an illegal address). The barrier gets the box's bytes.
 DEVICE void copy_box(SharedAddress to, const void* map, int32_t column, int32_t row, SharedAddress barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),

@@ -45,7 +45,7 @@ pub enum CudaError {
     /// A library beside the driver failed, with its own status.
     #[error("{call} failed with status {status}")]
     Library { call: &'static str, status: i32 },
-    /// Any other error; after most of these the context is lost.
+    /// Any other error.
     #[error("{call} failed: {code:?}")]
     Driver { call: &'static str, code: CUresult },
 }
@@ -55,9 +55,31 @@ impl From<CudaError> for DeviceError {
         match error {
             CudaError::OutOfMemory { what, bytes } => Self::OutOfMemory { what: what.to_owned(), bytes },
             CudaError::Absent(text) | CudaError::Unsupported(text) => Self::Unsupported(text),
-            CudaError::Library { .. } | CudaError::Driver { .. } => Self::Lost(error.to_string()),
+            CudaError::Driver { code, .. } if ends_context(code) => Self::Lost(error.to_string()),
+            CudaError::Library { .. } | CudaError::Driver { .. } => Self::Failed(error.to_string()),
         }
     }
+}
+
+/// Whether the driver answers every later call of the process with this code (CUDA driver API, "Data types used by CUDA driver": "the
+/// process must be terminated and relaunched").
+const fn ends_context(code: CUresult) -> bool {
+    matches!(
+        code,
+        CUresult::CUDA_ERROR_DEINITIALIZED
+            | CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | CUresult::CUDA_ERROR_ASSERT
+            | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUresult::CUDA_ERROR_INVALID_PC
+            | CUresult::CUDA_ERROR_LAUNCH_FAILED
+    )
 }
 
 /// Converts a driver's status to a result.

@@ -48,7 +48,7 @@ pub(crate) const STALE_STAGE: Mutant = Mutant {
     name: "stale-stage",
     file: "shared/attention_wgmma.cuh",
     from: "            if (values) {\n",
-    to: "            if (values && tile == 2) {\n                warp_arrive(shared.values_full(stage));\n            } else if (values) {\n",
+    to: "            if (values && tile == 2) {\n                barrier_arrive(shared.values_full(stage));\n            } else if (values) {\n",
 };
 
 /// `attention_wgmma_*` skip the third tile of each item: keys 256 to 383 are masked.

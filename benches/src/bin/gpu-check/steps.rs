@@ -64,7 +64,7 @@ impl Model {
         let g = shape.geometry;
         let widest = [2 * shape.intermediate, shape.vocab, g.qkv_dim(), g.q_dim()].into_iter().max().unwrap_or(1);
         // Distance of offsets, prime to every number of columns here.
-        let (step, count) = (7919, 4 * shape.layers + 2);
+        let (step, count) = (7919, 5 * shape.layers + 3);
         let noise = Bytes::from(inputs::stored_noise(DType::BF16, widest * shape.hidden + step * count, 0.02, 1));
         let (mut bytes, mut place) = (0, 0);
         let mut weight = |d: &mut CudaDevice, rows: usize, cols: usize| -> anyhow::Result<CudaWeight> {

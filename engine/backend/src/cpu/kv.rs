@@ -40,7 +40,7 @@ enum Layer {
 
 #[cfg(target_os = "linux")]
 fn in_use(error: ArenaError) -> DeviceError {
-    DeviceError::Lost(format!("the KV store: {error}"))
+    DeviceError::Failed(format!("the KV store: {error}"))
 }
 
 /// Spans of a layer that may be read as long as this lives.
