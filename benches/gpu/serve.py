@@ -24,7 +24,7 @@ HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD, VOCAB = {
 }[SHAPE]
 # KV tokens of a pool's instance, characters of a long prompt, tokens of its answer; and loads: requests, requests at once, tokens of
 # a prompt and of an answer.
-KV, LONG, ANSWER = {"tiny": (4096, 5000, 24), "kv": (8192, 12_000, 32), "8b": (49_152, 80_000, 64)}[SHAPE]
+KV, LONG, ANSWER = {"tiny": (4096, 5000, 24), "kv": (8192, 12_000, 32), "8b": (49_152, 78_000, 64)}[SHAPE]
 LOADS = {
     "tiny": [(2, 1, 32, 8), (4, 4, 32, 8)],
     "kv": [(16, 8, 512, 32)],
@@ -155,6 +155,8 @@ def complete(port, prompt, tokens, **more):
                 if choice["text"]:
                     first = first or time.time()
                     text += choice["text"]
+    if first is None:
+        raise SystemExit(f"an answer without text, usage {usage}")
     return text, first - started, time.time() - started, usage
 
 
@@ -162,9 +164,11 @@ def load(port, name, sizes):
     for requests, at_once, prompt, answer in sizes:
         command = [LAGOON, "bench", "--url", f"http://127.0.0.1:{port}", "--requests", str(requests), "--concurrency",
                    str(at_once), "--prompt-tokens", str(prompt), "--max-tokens", str(answer), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             report = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            report = "not ended after 120 s"
         except ValueError:
             report = done.stdout[-500:] + done.stderr[-500:]
         say(load=name, concurrency=at_once, prompt_tokens=prompt, answer_tokens=answer, report=report)

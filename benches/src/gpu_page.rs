@@ -229,7 +229,7 @@ fn tables(report: &Value) -> String {
     let title = "A block of a prefix that another sequence has";
     table(&mut out, title, &columns, &list(report, "vmm", "prefixes"));
     let columns = [("tokens", "/tokens"), ("chunk", "/chunk"), ("ms", "/ms"), ("linear layers", "/linear_layers")];
-    let title = "The whole prefill that it adds to, 8B's shape";
+    let title = "The whole prefill that it adds to, 8B's shape, attention on mma.sync";
     table(&mut out, title, &columns, &list(report, "steps", "prompts"));
     let columns = [("batch", "/batch"), ("keys", "/context"), ("block", "/block"), ("32 layers, ms", "/layers_32_ms")];
     let title =
@@ -248,13 +248,14 @@ fn tables(report: &Value) -> String {
         ("share", "/of_roofline"),
     ];
     table(&mut out, "Decoding at Llama-3.1-8B's shape", &columns, &list(report, "steps", "rows"));
-    packed_tables(report, &mut out);
+    more_tables(report, &mut out);
     let columns = [("work", "/work"), ("wgpu, us", "/wgpu_us"), ("CUDA, us", "/cuda_us"), ("times", "/times")];
     table(&mut out, "wgpu over Vulkan beside CUDA", &columns, &list(report, "wgpu", "rows"));
     out
 }
 
-fn packed_tables(report: &Value, out: &mut String) {
+/// Packed weights, and attention by kernel.
+fn more_tables(report: &Value, out: &mut String) {
     let columns = [
         ("weights", "/format"),
         ("batch", "/batch"),
@@ -265,8 +266,17 @@ fn packed_tables(report: &Value, out: &mut String) {
     ];
     table(out, "Decoding with packed weights", &columns, &list(report, "steps", "packed"));
     let columns = [("weights", "/format"), ("tokens", "/tokens"), ("chunk", "/chunk"), ("ms", "/ms")];
-    let title = "Prefill with packed weights, attention on warpgroup products";
-    table(out, title, &columns, &list(report, "steps", "packed_prompts"));
+    let title = "The whole prefill with attention on warpgroup products";
+    table(out, title, &columns, &list(report, "warpgroups", "prompts"));
+    let columns = [
+        ("KV", "/dtype"),
+        ("batch", "/batch"),
+        ("keys", "/context"),
+        ("layers a group", "/layers_per_group"),
+        ("us", "/us"),
+        ("of copy bandwidth", "/of_copy_bandwidth"),
+    ];
+    table(out, "Decode attention", &columns, &list(report, "decode", "rows"));
     let columns = [
         ("weights", "/format"),
         ("rows", "/rows"),

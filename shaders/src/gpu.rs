@@ -383,17 +383,17 @@ impl Gpu {
 /// Storage buffers are also copied to and from.
 const STORAGE: BufferUsages = BufferUsages::STORAGE.union(BufferUsages::COPY_SRC).union(BufferUsages::COPY_DST);
 
-/// Records the first fault that wgpu reports outside of a call.
+/// Records the first fault that wgpu reports outside of a call, which every later call returns; the device's loss replaces others.
 fn watch(device: &wgpu::Device, shared: &Arc<Shared>) {
     let lost = shared.clone();
     device.set_device_lost_callback(move |reason, message| {
-        lock(&lost.fault).get_or_insert(DeviceError::Lost(format!("{reason:?}: {message}")));
+        *lock(&lost.fault) = Some(DeviceError::Lost(format!("{reason:?}: {message}")));
     });
     let failed = shared.clone();
     device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
         let error = match error {
             wgpu::Error::OutOfMemory { .. } => DeviceError::OutOfMemory { what: "a submission".to_owned(), bytes: 0 },
-            other => DeviceError::Failed(other.to_string()),
+            other => DeviceError::Lost(other.to_string()),
         };
         lock(&failed.fault).get_or_insert(error);
     }));

@@ -1,4 +1,4 @@
-//! A lost device ends the real binary, over the fake driver: nothing works on it any more, and a pool does without the instance.
+//! A lost device ends the real binary, over the fake driver: nothing works on it any more, so nobody should wait for it.
 
 use crate::process_cuda_trial::Machine;
 use lagoon_tests::process::{Server, completion};

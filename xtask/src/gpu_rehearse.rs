@@ -20,7 +20,7 @@ const END: &str = "<!-- commands: end -->";
 
 /// Limits of a loan: seconds of a command and of all, length of a command's text, and files of its output folder.
 const COMMAND_S_MAX: u64 = 540;
-const ALL_S_MAX: u64 = 22 * 60;
+const ALL_S_MAX: u64 = 1000;
 const COMMAND_CHARS_MAX: usize = 2000;
 const FILES_MAX: usize = 8;
 const FILE_BYTES_MAX: u64 = 16 << 20;

@@ -22,7 +22,7 @@ use lagoon_instance::{DiskEvent, Effect, Event, Instance, InstanceStatus, PeerKe
 use lagoon_protocol::{
     AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, Deregister, DrainOrder, PartialsFrame,
 };
-use lagoon_runner::{Command, ExecutorThread, PassError, Report};
+use lagoon_runner::{Command, ExecutorThread, Report};
 use lagoon_transport::{
     Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Node, NodeRole, PeerId, Roles, Subject, TransportConfig,
 };
@@ -404,9 +404,8 @@ impl NodeLoop {
         match report {
             Report::Queries { step, layer, frames } => self.waits.sent(*step, *layer, frames.len(), self.last),
             Report::Done { step, .. } => drop(self.waits.done(*step)),
-            Report::Failed { error: PassError::Device(DeviceError::Lost(why)), .. } => self.lose_device(why),
+            report if let Some(why) = report.lost_device() => self.lose_device(why),
             Report::Failed { step, .. } => self.waits.failed(*step),
-            Report::RemoteFailed { error: DeviceError::Lost(why), .. } => self.lose_device(why),
             Report::Drafted { error: Some(why), .. } if !std::mem::replace(&mut self.draft_failed, true) => {
                 tracing::warn!(
                     "the draft model fails, and is tried again now and then; text is looked up instead: {why}"

@@ -120,7 +120,7 @@ pub(crate) fn because(backend: BackendArg, devices: &[DeviceArg], chosen: Chosen
 }
 
 /// The device of one instance: the requested one, or the best. A software adapter is chosen only on request, and so is
-/// CUDA while no GPU has proved it.
+/// CUDA while no pool of a large model has run on a GPU.
 pub(crate) fn choose(backend: BackendArg, devices: &[DeviceArg]) -> anyhow::Result<Chosen> {
     ensure!(devices.len() < 2, "an instance runs on one device\nhint: `lagoon up` spreads instances over several");
     match (backend, devices.first()) {

@@ -68,8 +68,8 @@ as the others do, except with --kv-groups=on, and where every layer has the same
 
 A *golden* is a small model of a family with random weights, and transformers' logits for it (tests/goldens, tools/goldens).
 Lagoon's logits are held against those for every golden, on every backend: alone, on one instance; pooled, on three instances
-with most KV remote; and prefilled on one instance and decoded on another. wgpu runs on a software adapter. No GPU was at hand:
-CUDA's kernels run on the host, over a fake driver.
+with most KV remote; and prefilled on one instance and decoded on another. wgpu runs on a software adapter, and
+CUDA's kernels on the host, over a fake driver; on an H200 they were held against transformers on one instance.
 With --kv-groups=on gpt-oss, Gemma 2 and Gemma 3 are held so on the CPU, and gpt-oss and Gemma 3 in pools of the CPU with wgpu
 and with CUDA.
 

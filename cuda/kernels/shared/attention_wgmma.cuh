@@ -11,8 +11,8 @@
 // all), outputs 64. Exponentials take 1,024 clocks, which only overlapping hides.
 //
 // Keys come as boxes of 64, 16, 4 or 1 of them, the largest that a run has left: one never reaches beyond its run, where no
-// memory may be mapped. A tile within a run is two boxes of each panel. Keys beyond the item are its last run's first ones, at a
-// position that no row sees: a box outside of the tensor is zeros, but touches the tensor's first element, which may have no memory.
+// memory may be mapped. A tile within a run is two boxes of each panel. Keys beyond the item are those of its longest run so
+// far, at a position that no row sees: a box outside of the tensor is zeros, but touches the tensor's first element, which may have no memory.
 //
 // Scores have no soft cap: the plan takes attention_prefill for those.
 //
@@ -98,16 +98,17 @@ struct WgmmaFeeder {
     uint32_t kv_head;
 
     // Fills a stage with a plane of keys from the one that `walk` is before, and says where they are to `positions`, if given.
-    DEVICE void fill(KeyWalk& walk, uint32_t first, const TensorMap* maps, SharedAddress to, SharedAddress full,
+    DEVICE void fill(KeyWalk& walk, KvRun& longest, uint32_t first, const TensorMap* maps, SharedAddress to, SharedAddress full,
                      uint32_t* positions) const {
         const uint32_t lane = threadIdx.x % 32;
         if (lane == 0) barrier_expect(full, S::PLANE);
         sync_warp();
         for (uint32_t row = 0; row < WGMMA_KEYS;) {
             const uint32_t index = first + row;
-            uint32_t left = min(WGMMA_KEYS - row, walk.run.len), slot = walk.run.base, position = NOWHERE, step = 0;
+            uint32_t left = min(WGMMA_KEYS - row, longest.len), slot = longest.base, position = NOWHERE, step = 0;
             if (index < item.keys) {
                 walk.seek(index);
+                if (walk.run.len > longest.len) longest = walk.run;
                 left = min(WGMMA_KEYS - row, walk.before + walk.run.len - index);
                 slot = walk.slot(index);
                 position = walk.position(index);
@@ -133,14 +134,15 @@ struct WgmmaFeeder {
         const TensorMap* maps = values ? p.v : p.k;
         if (threadIdx.x % 32 < BOX_HEIGHTS) prefetch_map(maps + threadIdx.x % 32);
         KeyWalk walk(item, p.attention.runs);
+        KvRun longest = walk.run;
         for (uint32_t first = 0, tile = 0; first < item.keys; first += WGMMA_KEYS, tile++) {
             // Stages are free at first: the phase before the first one counts as over.
             const uint32_t stage = tile % WGMMA_STAGES, parity = (tile / WGMMA_STAGES & 1) ^ 1;
             warp_wait(values ? shared.values_free(stage) : shared.keys_free(stage), parity);
             if (values) {
-                fill(walk, first, maps, shared.values(stage), shared.values_full(stage), nullptr);
+                fill(walk, longest, first, maps, shared.values(stage), shared.values_full(stage), nullptr);
             } else {
-                fill(walk, first, maps, shared.keys(stage), shared.keys_full(stage), shared.positions(stage));
+                fill(walk, longest, first, maps, shared.keys(stage), shared.keys_full(stage), shared.positions(stage));
             }
         }
     }

@@ -47,7 +47,7 @@ impl TuneFor {
     }
 }
 
-/// Bytes of KV that measuring rotates through: two and a half times the L2 cache of an H100 or H200 (50 MB).
+/// Bytes of KV that measuring rotates through: twice the L2 cache of an H200 (60 MiB).
 const ROTATED_BYTES: u64 = 128 << 20;
 const LAYERS_MAX: u32 = 8;
 /// Sequences of a measured decode step, at most.

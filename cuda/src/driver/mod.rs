@@ -61,8 +61,7 @@ impl From<CudaError> for DeviceError {
     }
 }
 
-/// Whether the driver answers every later call of the process with this code (CUDA driver API, "Data types used by CUDA driver": "the
-/// process must be terminated and relaunched").
+/// Whether the process can do nothing on the device after this code (CUDA driver API, "Data types used by CUDA driver").
 const fn ends_context(code: CUresult) -> bool {
     matches!(
         code,
@@ -79,6 +78,8 @@ const fn ends_context(code: CUresult) -> bool {
             | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
             | CUresult::CUDA_ERROR_INVALID_PC
             | CUresult::CUDA_ERROR_LAUNCH_FAILED
+            | CUresult::CUDA_ERROR_MPS_CLIENT_TERMINATED
+            | CUresult::CUDA_ERROR_EXTERNAL_DEVICE
     )
 }
 

@@ -310,7 +310,7 @@ impl<D: Device> Executor<D> {
                     if pass.as_ref().is_some_and(|p| p.step() == step) {
                         *pass = None;
                         let aborted = queue::abort_step(&mut self.device);
-                        self.remote_request_fault = self.remote_request_fault.take().or(aborted.err());
+                        self.note_fault(aborted.err());
                     }
                 }
             }
@@ -442,12 +442,20 @@ impl<D: Device> Executor<D> {
                 let step = pass.step();
                 *slot = None;
                 let aborted = queue::abort_step(&mut self.device);
-                self.remote_request_fault = self.remote_request_fault.take().or(aborted.err());
+                self.note_fault(aborted.err());
                 reports(Report::Failed { step, micro_batch, error });
             }
         }
         self.last = micro_batch;
         Turn::Worked
+    }
+
+    /// Keeps the first fault, or that the device is lost.
+    fn note_fault(&mut self, fault: Option<DeviceError>) {
+        let lost = matches!(fault, Some(DeviceError::Lost(_)));
+        if lost || self.remote_request_fault.is_none() {
+            self.remote_request_fault = fault;
+        }
     }
 
     fn serve(&mut self, work: CreditorWork, reports: &mut dyn FnMut(Report)) {
@@ -490,7 +498,7 @@ impl<D: Device> Executor<D> {
                 for slots in slots {
                     // Memory that could not be released is lost for now: peers must not be promised it.
                     if let Err(error) = memory.kv_release(&mut self.kv, slots) {
-                        self.remote_request_fault.get_or_insert(error);
+                        self.note_fault(Some(error));
                     }
                 }
             }
@@ -522,7 +530,7 @@ impl<D: Device> Executor<D> {
                     Some(tag) => reports(Report::RemoteFailed { tag, error }),
                     None => {
                         failed = true;
-                        self.remote_request_fault.get_or_insert(error);
+                        self.note_fault(Some(error));
                     }
                 }
                 break;

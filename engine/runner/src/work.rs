@@ -495,6 +495,23 @@ pub enum Report {
     Launches(LaunchCounters),
 }
 
+impl Report {
+    /// Why the device is lost, if it is.
+    #[must_use]
+    pub fn lost_device(&self) -> Option<&str> {
+        let error = match self {
+            Self::Failed { error: PassError::Device(error), .. }
+            | Self::Drafted { error: Some(PassError::Device(error)), .. }
+            | Self::RemoteFailed { error, .. }
+            | Self::Mapped { error: Some(error), .. }
+            | Self::Shared { error: Some(error), .. }
+            | Self::Staged { error: Some(error), .. } => error,
+            _ => return None,
+        };
+        if let DeviceError::Lost(why) = error { Some(why) } else { None }
+    }
+}
+
 /// A sampled token; of a sequence with drafts, one for each row that is sampled, in their order.
 #[derive(Clone, Debug, Default)]
 pub struct SampleOut {

@@ -23,7 +23,7 @@ pub(crate) struct Section {
 }
 
 /// Seconds of each part's command, unpacking the archive included.
-pub(crate) const PARTS_S: [u64; 3] = [400, 390, 200];
+pub(crate) const PARTS_S: [u64; 3] = [380, 410, 200];
 
 /// Seconds for unpacking, the first look at the device and the report's last write.
 pub(crate) const AROUND_S: u64 = 20;
@@ -46,7 +46,7 @@ pub(crate) const SECTIONS: &[Section] = sections![
     1 "goldens", 30, 15, goldens::run, "logits of small models against transformers', in both precisions";
     1 "tune", 25, 25, tune::run, "shapes of decode attention that later sections use";
     1 "decode", 60, 20, attention::decode_all, "decode attention against copy bandwidth, with page groups sliced and not";
-    1 "steps", 120, 40, steps::run, "decoding at Llama-3.1-8B's shape against its roofline: graphs, dependent launches, packed weights; prompts";
+    1 "steps", 100, 40, steps::run, "decoding at Llama-3.1-8B's shape against its roofline: graphs, dependent launches, packed weights; a prompt";
     1 "warpgroup_trial", 25, 15, warpgroups::trial, "warpgroup products compared with the other kernel, and timed";
     2 "prefill", 30, 15, attention::prefill_all, "a prompt's attention in the kernels on mma.sync";
     2 "vmm", 50, 20, vmm::run, "calls of virtual memory, allocation, steps and prompts with and without overlap and reuse, windows";
@@ -55,7 +55,7 @@ pub(crate) const SECTIONS: &[Section] = sections![
     2 "paged", 60, 15, attention::paged, "contiguous KV against blocks in the same kernels (vAttention, Tables 6 and 7)";
     2 "torch", 80, 80, external::torch, "torch's scaled_dot_product_attention with every backend";
     2 "demo", 30, 30, mixed::demo, "a pooled answer equal to a single instance's, all on CUDA";
-    2 "warpgroups", 30, 15, warpgroups::run, "conformance and prefill attention on warpgroup products";
+    2 "warpgroups", 50, 25, warpgroups::run, "conformance, prefill attention and whole prompts on warpgroup products";
     3 "dist", 20, 20, mixed::dist, "attention over KV half on CUDA and half on wgpu, merged, against the host";
     3 "wgpu", 30, 30, mixed::wgpu, "the same work through wgpu, and its ratio to CUDA";
     3 "demo_mixed", 40, 40, mixed::demo_mixed, "the demo with a CUDA debtor and wgpu creditors";

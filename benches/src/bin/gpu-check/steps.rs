@@ -243,11 +243,8 @@ fn load(args: &Args, how: How) -> anyhow::Result<Loaded> {
     Ok((d, model))
 }
 
-/// A prompt of 16 Ki tokens in chunks of 2048, without sampling but with the last row's logits, and with warpgroup products where
-/// the device has them.
+/// A prompt of 16 Ki tokens in chunks of 2048, without sampling but with the last row's logits.
 fn prompt((d, model): &mut Loaded, chunk: u32, tokens: u32, times: usize) -> anyhow::Result<Value> {
-    let before = *d.tuning();
-    d.set_tuning(Tuning { wgmma: d.attributes().compute_capability.0 == 9, ..before });
     let mut steps = Steps::new(d, model.shape, (chunk, 1), (tokens, tokens))?;
     let mut ms = Vec::new();
     for _ in 0..=times {
@@ -258,7 +255,6 @@ fn prompt((d, model): &mut Loaded, chunk: u32, tokens: u32, times: usize) -> any
         ms.push(started.elapsed().as_secs_f64() * 1e3);
     }
     steps.check(d, model)?;
-    d.set_tuning(before);
     // The first run chooses algorithms and allocates scratch.
     let [least, middle, most] = spread(ms.split_off(1));
     Ok(json!({ "ms": middle, "ms_least": least, "ms_most": most, "linear_layers": d.linear_layers() }))
@@ -351,9 +347,18 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
                 decoding(&Decoding { batch, context, graphs: true, count }, held.get(args, how)?, copy)
             })?;
         }
-        let (chunk, tokens, times) = if args.smoke { (20, 40, 1) } else { (2048, 16 << 10, 1) };
-        out.row("packed_prompts", json!({ "format": format.to_string(), "tokens": tokens, "chunk": chunk }), || {
-            prompt(held.get(args, How { no_dependent_launch: false, format })?, chunk, tokens, times)
+    }
+    Ok(())
+}
+
+/// Whole prompts with attention on warpgroup products, with plain weights and packed ones.
+pub(crate) fn prompts_on_warpgroups(args: &Args, out: &mut Out) -> anyhow::Result<()> {
+    let (chunk, tokens, times) = if args.smoke { (20, 40, 1) } else { (2048, 16 << 10, 1) };
+    for format in std::iter::once(WeightFormat::BF16).chain(PACKED) {
+        out.row("prompts", json!({ "format": format.to_string(), "tokens": tokens, "chunk": chunk }), || {
+            let (mut d, model) = load(args, How { no_dependent_launch: false, format })?;
+            d.set_tuning(Tuning { wgmma: true, ..*d.tuning() });
+            prompt(&mut (d, model), chunk, tokens, times)
         })?;
     }
     Ok(())

@@ -4,7 +4,7 @@
 
 use crate::attention::{G, SCALE, prefill, prefill_row, prompts};
 use crate::tune::{tuning, what};
-use crate::{Args, Out, conformance, inputs, open};
+use crate::{Args, Out, conformance, inputs, open, steps};
 use lagoon_backend::{AttnBatch, AttnRows, Device, Partials, VirtualMemory};
 use lagoon_cuda::TuneFor;
 use lagoon_cuda::driver::Context;
@@ -57,7 +57,8 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     for terabytes in [0, 1, 4] {
         out.row("loose", json!({ "terabytes_before": terabytes }), || loose(args, terabytes))?;
     }
-    conformance::warpgroups(args, out)
+    conformance::warpgroups(args, out)?;
+    steps::prompts_on_warpgroups(args, out)
 }
 
 /// The largest difference between both kernels' attention to keys behind an address row of so many terabytes that has no memory, as
