@@ -170,6 +170,13 @@ enum LentWork {
     Unmap(MapId),
 }
 
+/// Keeps the first fault, or that the device is lost.
+fn keep_fault(kept: &mut Option<DeviceError>, fault: Option<DeviceError>) {
+    if kept.is_none() || matches!(fault, Some(DeviceError::Lost(_))) {
+        *kept = fault;
+    }
+}
+
 impl<D: Device> Executor<D> {
     /// Allocates the KV store and all buffers. Without a `model` the executor serves peers only (kv node).
     ///
@@ -310,7 +317,7 @@ impl<D: Device> Executor<D> {
                     if pass.as_ref().is_some_and(|p| p.step() == step) {
                         *pass = None;
                         let aborted = queue::abort_step(&mut self.device);
-                        self.note_fault(aborted.err());
+                        keep_fault(&mut self.remote_request_fault, aborted.err());
                     }
                 }
             }
@@ -442,20 +449,12 @@ impl<D: Device> Executor<D> {
                 let step = pass.step();
                 *slot = None;
                 let aborted = queue::abort_step(&mut self.device);
-                self.note_fault(aborted.err());
+                keep_fault(&mut self.remote_request_fault, aborted.err());
                 reports(Report::Failed { step, micro_batch, error });
             }
         }
         self.last = micro_batch;
         Turn::Worked
-    }
-
-    /// Keeps the first fault, or that the device is lost.
-    fn note_fault(&mut self, fault: Option<DeviceError>) {
-        let lost = matches!(fault, Some(DeviceError::Lost(_)));
-        if lost || self.remote_request_fault.is_none() {
-            self.remote_request_fault = fault;
-        }
     }
 
     fn serve(&mut self, work: CreditorWork, reports: &mut dyn FnMut(Report)) {
@@ -498,7 +497,7 @@ impl<D: Device> Executor<D> {
                 for slots in slots {
                     // Memory that could not be released is lost for now: peers must not be promised it.
                     if let Err(error) = memory.kv_release(&mut self.kv, slots) {
-                        self.note_fault(Some(error));
+                        keep_fault(&mut self.remote_request_fault, Some(error));
                     }
                 }
             }
@@ -530,7 +529,7 @@ impl<D: Device> Executor<D> {
                     Some(tag) => reports(Report::RemoteFailed { tag, error }),
                     None => {
                         failed = true;
-                        self.note_fault(Some(error));
+                        keep_fault(&mut self.remote_request_fault, Some(error));
                     }
                 }
                 break;
