@@ -405,8 +405,8 @@ fn warpgroup_kernels_are_compared_first() {
             assert!(!tried.faster && !tried.usable() && tried.prefill_ms[0] > 0.0, "{tried:?}");
             assert_eq!(*device.tuning(), FAST);
         }
-        fake.trap("wgmma");
-        assert!(matches!(device.try_warpgroups(&tune_for(64)), Err(DeviceError::Lost(_))));
+        // The ninth call is of this trial.
+        assert!(matches!(device.try_warpgroups(&tune_for(64)), Err(DeviceError::Failed(_))));
     });
 }
 
