@@ -68,7 +68,7 @@ impl DeviceFault {
     /// The failure report in place of `report`, if that is of the planned kind.
     #[must_use]
     pub fn strike(self, report: &Report) -> Option<Report> {
-        let error = DeviceError::Failed("a call failed".to_owned());
+        let error = DeviceError::Failed("pulled out".to_owned());
         Some(match (self, report) {
             (Self::Step, Report::Done { step, micro_batch, .. }) => {
                 Report::Failed { step: *step, micro_batch: *micro_batch, error: error.into() }
