@@ -372,23 +372,30 @@ impl Product {
         let params = self.gemv(ldw);
         let few = [Self::few_blocks(self.n, self.activation), self.rows.div_ceil(2), 1];
         let more = [blocks(self.n, self.activation, GEMV_COLS), 1, 1];
-        let fast = precision == Precision::Fast;
-        let (name, grid) = match (self.dtype, self.rows, fast) {
-            (DType::F32, 1, _) => ("gemv_f32_1", few),
-            (DType::F32, ..) => ("gemv_f32_2", few),
-            (DType::F16, 1, _) => ("gemv_f16_1", few),
-            (DType::F16, 2, _) => ("gemv_f16_2", few),
-            (DType::F16, 3..=8, false) => ("gemv_f16_8_exact", more),
-            (DType::F16, 3..=8, true) => ("gemv_f16_8_fast", more),
-            (DType::F16, _, false) => ("gemv_f16_16_exact", more),
-            (DType::F16, _, true) => ("gemv_f16_16_fast", more),
-            (DType::BF16, 1, _) => ("gemv_bf16_1", few),
-            (DType::BF16, 2, _) => ("gemv_bf16_2", few),
-            (DType::BF16, 3..=8, false) => ("gemv_bf16_8_exact", more),
-            (DType::BF16, 3..=8, true) => ("gemv_bf16_8_fast", more),
-            (DType::BF16, _, false) => ("gemv_bf16_16_exact", more),
-            (DType::BF16, _, true) => ("gemv_bf16_16_fast", more),
+        // For one row, for two, for up to 8 and for up to 16, the last two by precision.
+        let (one, two, upto_8, upto_16) = match self.dtype {
+            DType::F32 => ("gemv_f32_1", "gemv_f32_2", ["gemv_f32_2"; 2], ["gemv_f32_2"; 2]),
+            DType::F16 => (
+                "gemv_f16_1",
+                "gemv_f16_2",
+                ["gemv_f16_8_exact", "gemv_f16_8_fast"],
+                ["gemv_f16_16_exact", "gemv_f16_16_fast"],
+            ),
+            DType::BF16 => (
+                "gemv_bf16_1",
+                "gemv_bf16_2",
+                ["gemv_bf16_8_exact", "gemv_bf16_8_fast"],
+                ["gemv_bf16_16_exact", "gemv_bf16_16_fast"],
+            ),
         };
+        let fast = usize::from(precision == Precision::Fast);
+        let name = match self.rows {
+            1 => one,
+            2 => two,
+            3..=8 => upto_8[fast],
+            _ => upto_16[fast],
+        };
+        let grid = if self.rows <= 2 || self.dtype == DType::F32 { few } else { more };
         Launch { name, grid, block: GEMV_THREADS, shared_bytes: 0, params }
     }
 }
