@@ -544,9 +544,13 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let room = |key: &K| self.room(*key).filter(Room::is_open);
         let free: i64 = keys().filter_map(|key| room(&key)).map(|room| room.blocks.max(0)).fold(0, i64::saturating_add);
         let free = free.saturating_add_unsigned(self.elsewhere.blocks_lendable);
-        let most_free = |keys: &mut dyn Iterator<Item = K>| {
-            keys.filter_map(|key| Some((self.room(key)?.blocks, key))).max_by_key(|(blocks, _)| *blocks)
+        // A cached rBlock is free as well, and need not be computed: it counts twice.
+        let cached = self.cached(&waiting.arrival.prefix);
+        let value = |key: K| {
+            let cached = cached.at(key) / u64::from(self.instances.get(&key)?.block_tokens().max(1));
+            Some((self.room(key)?.blocks.saturating_add_unsigned(cached), key))
         };
+        let most_free = |keys: &mut dyn Iterator<Item = K>| keys.filter_map(value).max_by_key(|(value, _)| *value);
         let has_memory = keys().any(|key| i64::try_from(blocks_at(&key)).is_ok_and(|blocks| blocks <= free));
         if has_memory && let Some((_, key)) = most_free(&mut keys().filter(|key| room(key).is_some())) {
             return Some(key);

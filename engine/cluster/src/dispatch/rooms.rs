@@ -36,9 +36,10 @@ pub(super) struct Sent {
     pub(super) began: bool,
 }
 
-/// Memory and places that became free after the report.
+/// A request that ended, and what became free with it. A report from its time counts it still.
 #[derive(Clone, Copy, Debug)]
 struct Freed {
+    sent_ms: u64,
     at_ms: u64,
     blocks: u64,
     sequences: u32,
@@ -159,9 +160,10 @@ impl<K: Copy> Instance<K> {
     /// A request that ended, or was never there.
     pub(super) fn end(&mut self, id: RequestId, now_ms: u64) -> Option<Sent> {
         let sent = self.take(id)?;
-        if self.is_reported(&sent) {
-            let blocks = sent.ask.blocks(self.report.load.block_tokens);
-            self.freed.push(Freed { at_ms: now_ms, blocks, sequences: sent.ask.sequences.max(1) });
+        // The next report may be from before its end.
+        if self.is_known() {
+            let (blocks, sequences) = (sent.ask.blocks(self.report.load.block_tokens), sent.ask.sequences.max(1));
+            self.freed.push(Freed { sent_ms: sent.at_ms, at_ms: now_ms, blocks, sequences });
         }
         self.update();
         Some(sent)
@@ -175,9 +177,13 @@ impl<K: Copy> Instance<K> {
         }
     }
 
+    fn is_known(&self) -> bool {
+        self.report.load.load.is_some() && !self.is_outdated
+    }
+
+    /// Whether the report must include a request.
     fn is_reported(&self, sent: &Sent) -> bool {
-        let is_known = self.report.load.load.is_some() && !self.is_outdated;
-        is_known && sent.at_ms + DISPATCH_LAG_MS <= self.report.at_ms
+        self.is_known() && sent.at_ms + DISPATCH_LAG_MS <= self.report.at_ms
     }
 
     /// Computes load and prefill anew.
@@ -198,8 +204,10 @@ impl<K: Copy> Instance<K> {
                 at_ms = at_ms.max(sent.at_ms);
             }
         }
-        let freed_blocks = self.freed.iter().map(|freed| freed.blocks).fold(0, u64::saturating_add);
-        let freed_places = self.freed.iter().map(|freed| freed.sequences).fold(0, u32::saturating_add);
+        // Whatever the report may include.
+        let freed = || self.freed.iter().filter(|freed| freed.sent_ms < self.report.at_ms);
+        let freed_blocks = freed().map(|freed| freed.blocks).fold(0, u64::saturating_add);
+        let freed_places = freed().map(|freed| freed.sequences).fold(0, u32::saturating_add);
         let (free, running, waiting) = match self.is_outdated {
             true => (reported.blocks_total, 0, 0),
             false => (reported.blocks_free, reported.running, reported.waiting),
@@ -328,6 +336,21 @@ mod tests {
         of.end(RequestId(3), 1_301).unwrap();
         assert_eq!(of.room(1_301).blocks, 46);
         assert!(of.end(RequestId(3), 1_302).is_none());
+    }
+
+    /// A chat's next turn comes at the end of the one before, which a report that arrives then still counts.
+    #[test]
+    fn a_report_from_before_a_requests_end_is_corrected() {
+        let mut of = Instance::new(report(1_000, some(4)), 1_000);
+        of.send(RequestId(1), sent(1_010, 159));
+        of.end(RequestId(1), 1_200).unwrap();
+        assert_eq!(of.room(1_200), Room { places: 2, blocks: 46, is_near_idle: true }, "the report is from before it");
+        for at_ms in [1_020, 1_150] {
+            of.learn(report(at_ms, some(4)), 1_210);
+            assert_eq!(of.room(1_210), Room { places: 3, blocks: 58, is_near_idle: true }, "from its time");
+        }
+        of.learn(report(1_300, some(4)), 1_310);
+        assert_eq!(of.room(1_310), Room { places: 2, blocks: 46, is_near_idle: true }, "from after its end");
     }
 
     #[test]

@@ -181,6 +181,31 @@ fn a_pool_sized_head_starts_where_the_pool_has_memory_and_is_kept_memory_for_oth
     assert_eq!(started, [(lent, 1)]);
 }
 
+#[test]
+fn a_pool_sized_head_borrows_where_its_prefix_is() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 1_000, 0), (2, 900, 1)]);
+    let ask = |gateway: &mut Gateway, cached: u64| {
+        let hashes = (0..cached).chain(100 * gateway.next..100 * gateway.next + 9 - cached).collect();
+        let prefix = PrefixHashes { hashes, tokens_per_hash: 1_600.0 };
+        let arrival = Arrival { prefix, ..gateway.arrival(1_400) };
+        let id = arrival.id;
+        (id, gateway.handle(Event::Arrived(arrival)))
+    };
+    let (first, started) = ask(&mut gateway, 5);
+    assert_eq!(started, [(first.0, 1)]);
+    gateway.at_ms += 1_000;
+    gateway.handle(Event::Ended { id: first, learned: Learned::default() });
+    gateway.at_ms += 1_000;
+    // 500 rBlocks of it are cached where 300 fewer are free; 100 are not worth them.
+    gateway.report(&[(1, 700, 1), (2, 1_000, 1)]);
+    let (second, started) = ask(&mut gateway, 5);
+    assert_eq!(started, [(second.0, 1)]);
+    gateway.handle(Event::Ended { id: second, learned: Learned::default() });
+    let (third, started) = ask(&mut gateway, 1);
+    assert_eq!(started, [(third.0, 2)]);
+}
+
 /// Only an instance can tell why it cannot be served.
 #[test]
 fn a_request_that_nothing_can_ever_hold_does_not_wait() {
