@@ -105,11 +105,13 @@ def completion_stream():
 def cached_tokens():
     """Where they were found is a field that the client does not know: it keeps it."""
     messages, expected = pool.long_chat("lamp room", start=150)
-    ask = lambda: client.chat.completions.create(model=pool.MODEL, messages=messages, temperature=0)
-    ask()
-    again = ask()
-    pool.equal(again.choices[0].message.content, expected)
-    details = again.usage.prompt_tokens_details
+    # It may be moved once, from an instance whose memory is not free yet; it is not moved each time.
+    for _ in range(4):
+        again = client.chat.completions.create(model=pool.MODEL, messages=messages, temperature=0)
+        pool.equal(again.choices[0].message.content, expected)
+        details = again.usage.prompt_tokens_details
+        if details.cached_tokens:
+            break
     places = details.model_extra["cached_tokens_details"]
     pool.equal(sorted(places), ["device", "disk", "host", "pool"])
     assert details.cached_tokens == sum(places.values()) > 0, details

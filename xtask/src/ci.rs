@@ -14,25 +14,27 @@ use crate::{clients, deny, gpu_rehearse, kernels, test, wgsl, workspace};
 const DEMO_SECONDS_MAX: u64 = 60;
 
 pub(crate) fn run(root: &Path) -> Result<bool> {
+    let mut times = test::Times::default();
     let checks = [
-        ("deny", good(deny::run(root))),
-        ("wgsl", good(wgsl::run(root))),
-        ("kernels", good(kernels::run(root, kernels::Task::Check))),
+        ("deny", times.of("deny", || good(deny::run(root)))),
+        ("wgsl", times.of("wgsl", || good(wgsl::run(root)))),
+        ("kernels", times.of("kernels", || good(kernels::run(root, kernels::Task::Check)))),
     ];
-    let tests = test::report(root, true)?;
-    let rehearsal = good(gpu_rehearse::run(root));
-    let demo = demo(root);
+    let tests = times.of("tests", || test::report(root, true))?;
+    let rehearsal = times.of("gpu-rehearse", || good(gpu_rehearse::run(root)));
+    let demo = times.of("demo", || demo(root));
     match &demo {
         Ok(line) => println!("demo: ok: {line}"),
         Err(error) => println!("error: the demo failed: {error:#}"),
     }
-    let clients = good(clients::run(root, &clients::Options::default()));
+    let clients = times.of("clients", || good(clients::run(root, &clients::Options::default())));
     // The numbers of tests and the failures come last, where they are seen at the end of a long log.
     for (name, _) in
         checks.iter().chain([&("gpu-rehearse", rehearsal), &("clients", clients)]).filter(|(_, good)| !good)
     {
         println!("error: {name} failed");
     }
+    println!("{times}");
     println!("{tests}");
     Ok(tests.good() && demo.is_ok() && rehearsal && clients && checks.iter().all(|(_, good)| *good))
 }

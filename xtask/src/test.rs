@@ -24,6 +24,9 @@ const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
 /// Process tests start real binaries, which `cargo test` builds only for tests of their own packages.
 const BINARIES: [&str; 7] = ["build", "--locked", "--release", "--package", "lagoon", "--package", "lagoon-paced"];
 
+/// Builds the tests: their own step has their time alone.
+const TESTS: [&str; 5] = ["test", "--locked", "--release", "--workspace", "--no-run"];
+
 /// Tests that the simulators find deliberate bugs (mutants). The whole workspace is named so that its dependencies
 /// are not rebuilt.
 const MUTANTS: [&str; 7] = [
@@ -49,6 +52,30 @@ pub(crate) struct Report {
     /// The failed steps.
     broken: Vec<&'static str>,
     outcome: Outcome,
+    /// Seconds of each step.
+    pub(crate) times: Times,
+}
+
+/// Steps of a long command, and their seconds: what to shorten.
+#[derive(Debug, Default)]
+pub(crate) struct Times(pub(crate) Vec<(&'static str, u64)>);
+
+impl Times {
+    /// Runs and measures a step.
+    pub(crate) fn of<T>(&mut self, name: &'static str, step: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = step();
+        self.0.push((name, start.elapsed().as_secs()));
+        result
+    }
+}
+
+impl Display for Times {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let all: u64 = self.0.iter().map(|(_, seconds)| seconds).sum();
+        let steps: Vec<String> = self.0.iter().map(|(name, seconds)| format!("{name} {seconds}")).collect();
+        write!(f, "{all} s: {}", steps.join(", "))
+    }
 }
 
 impl Report {
@@ -79,39 +106,41 @@ impl Display for Report {
         if !self.broken.is_empty() {
             writeln!(f, "error: failed: {}", self.broken.join(", "))?;
         }
+        writeln!(f, "{}", self.times)?;
         write!(f, "{} passed, {} failed, {} skipped", outcome.passed, outcome.failed, outcome.skipped.len())
     }
 }
 
 /// Runs everything.
 pub(crate) fn report(root: &Path, lint: bool) -> Result<Report> {
-    environment::prepare();
-    let mut broken = Vec::new();
-    let mut step = |name: &'static str, good: Result<bool>| {
-        let failed = good.unwrap_or_else(|error| {
+    let (mut broken, mut times) = (Vec::new(), Times::default());
+    times.of("environment", environment::prepare);
+    let mut step = |times: &mut Times, name: &'static str, run: &dyn Fn() -> Result<bool>| {
+        let good = times.of(name, run).unwrap_or_else(|error| {
             println!("error: {error:#}");
             false
         });
-        if !failed {
+        if !good {
             broken.push(name);
         }
     };
     if lint {
-        step("fmt", cargo(root, &["fmt", "--all", "--check"]));
+        step(&mut times, "fmt", &|| cargo(root, &["fmt", "--all", "--check"]));
         heading("tidy");
-        step("tidy", tidy::run(root));
+        step(&mut times, "tidy", &|| tidy::run(root));
         let clippy = ["clippy", "--locked", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"];
-        step("clippy", cargo(root, &clippy));
+        step(&mut times, "clippy", &|| cargo(root, &clippy));
     }
-    step("build", cargo(root, &BINARIES));
-    let outcome = tests(root)?;
+    step(&mut times, "build", &|| cargo(root, &BINARIES));
+    step(&mut times, "build tests", &|| cargo(root, &TESTS));
+    let outcome = times.of("tests", || tests(root))?;
     // Only this step compiles mutants.
-    step("mutants", cargo(root, &MUTANTS));
+    step(&mut times, "mutants", &|| cargo(root, &MUTANTS));
     if !outcome.good {
         broken.push("tests");
     }
     println!();
-    Ok(Report { broken, outcome })
+    Ok(Report { broken, outcome, times })
 }
 
 fn heading(text: &str) {
@@ -313,10 +342,11 @@ mod tests {
         for line in ["running 1 test", "test a::d ... FAILED", "test result: FAILED. 2 passed; 1 failed; 1 ignored"] {
             tally.line(line);
         }
-        let report = Report { broken: vec!["tests"], outcome: judge(&tally, &skipped("a::b"), &[], false) };
+        let times = Times(vec![("fmt", 2), ("tests", 40)]);
+        let report = Report { broken: vec!["tests"], outcome: judge(&tally, &skipped("a::b"), &[], false), times };
         let want = "skipped, r: a::b a::c\nerror: a::b was skipped and tests/skips.toml does not list it\n\
             error: a::c was skipped and tests/skips.toml does not list it\nerror: a::d failed\nerror: failed: tests\n\
-            1 passed, 1 failed, 2 skipped";
+            42 s: fmt 2, tests 40\n1 passed, 1 failed, 2 skipped";
         assert_eq!(report.to_string(), want);
         assert!(!report.good());
     }

@@ -39,8 +39,6 @@ pub(crate) struct CacheDir {
     /// Closed when all that was queued is written.
     written: Receiver<()>,
     events: mpsc::Receiver<DiskEvent>,
-    /// What earlier processes left, until it is reported.
-    found: Option<DiskEvent>,
 }
 
 /// Work of the writing thread.
@@ -63,11 +61,12 @@ struct Files {
 }
 
 impl CacheDir {
-    /// Takes the directory, makes it if need be, and finds the blocks of earlier processes, of at most `limit_bytes`.
+    /// Takes the directory, makes it if need be, and finds the blocks of earlier processes, of at most `limit_bytes`. The event
+    /// says which: the instance's first one, so that no request comes before it.
     ///
     /// # Errors
     /// If another process has it, or it cannot be read or written.
-    pub(crate) fn open(dir: &Path, limit_bytes: u64, shape: BlockShape) -> anyhow::Result<Self> {
+    pub(crate) fn open(dir: &Path, limit_bytes: u64, shape: BlockShape) -> anyhow::Result<(Self, DiskEvent)> {
         let files = Files::open(dir, limit_bytes, shape)?;
         let found = {
             let index = files.index();
@@ -91,7 +90,7 @@ impl CacheDir {
         };
         spawn("cache-write", Box::new(write))?;
         spawn("cache-read", Box::new(move || files.read_all(&to_read, &events)))?;
-        Ok(Self { reads, writes: Some(writes), drops: None, written, events: of_loop, found: Some(found) })
+        Ok((Self { reads, writes: Some(writes), drops: None, written, events: of_loop }, found))
     }
 
     /// Hands work to the threads; a failure is the returned event.
@@ -137,10 +136,7 @@ impl Drop for CacheDir {
 pub(crate) async fn next(dir: Option<&mut CacheDir>) -> Option<DiskEvent> {
     let Some(dir) = dir else { return std::future::pending().await };
     dir.send_drop();
-    match dir.found.take() {
-        Some(found) => Some(found),
-        None => dir.events.recv().await,
-    }
+    dir.events.recv().await
 }
 
 impl Files {

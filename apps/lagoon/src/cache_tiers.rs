@@ -4,13 +4,16 @@ use crate::args::EngineArgs;
 use crate::cache_dir::CacheDir;
 use crate::cache_file::BlockShape;
 use anyhow::ensure;
-use lagoon_instance::{CacheTierConfig, Instance};
+use lagoon_instance::{CacheTierConfig, DiskEvent, Instance};
+
+/// The disk tier, and what it found.
+pub(crate) type Opened = (CacheDir, DiskEvent);
 
 /// Gives an instance the tiers that the flags ask for. Returns the disk tier.
 ///
 /// # Errors
 /// For flags that do not go together, and a directory that cannot be had.
-pub(crate) fn start(args: &EngineArgs, is_kv_node: bool, instance: &mut Instance) -> anyhow::Result<Option<CacheDir>> {
+pub(crate) fn start(args: &EngineArgs, is_kv_node: bool, instance: &mut Instance) -> anyhow::Result<Option<Opened>> {
     if args.host_cache_tokens == 0 && args.cache_dir.is_none() {
         return Ok(None);
     }

@@ -2,6 +2,7 @@
 //! events, and carries out the effects. All decisions are in the instance.
 
 use crate::cache_dir::{self, CacheDir};
+use crate::cache_tiers::Opened;
 use crate::leader::Leader;
 use crate::lent_memory::{Fetched, Fetches};
 use crate::moment::Moment;
@@ -218,10 +219,14 @@ impl NodeLoop {
         Self { transfers, ..self }
     }
 
-    /// Adds the disk tier of its prefix cache.
+    /// Adds the disk tier of its prefix cache, whose blocks it learns before anything else.
     #[must_use]
-    pub(crate) fn caching_in(self, cache_dir: Option<CacheDir>) -> Self {
-        Self { cache_dir, ..self }
+    pub(crate) fn caching_in(mut self, opened: Option<Opened>) -> Self {
+        if let Some((cache_dir, found)) = opened {
+            self.cache_dir = Some(cache_dir);
+            self.step(Event::Disk(found));
+        }
+        self
     }
 
     /// Marks it as additional memory of an instance, for the metrics' names.
