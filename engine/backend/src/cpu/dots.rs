@@ -7,6 +7,20 @@ use super::streams::AHEAD_BYTES;
 /// Rows of `x` whose sums are held in registers together.
 pub(super) const GROUP: usize = 4;
 
+/// `body` for each number below `n`, at most [`GROUP`], as a constant. Sums are in registers without a loop that a compiler would have to
+/// unroll first, which it does for some elements only in its second pass over a crate (`lto = "off"` has none).
+macro_rules! each {
+    ($i:ident in $n:expr, $body:block) => {
+        each!(@ $i in $n, $body, 0, 1, 2, 3)
+    };
+    (@ $i:ident in $n:expr, $body:block, $($value:literal),*) => {
+        $(if $value < $n {
+            const $i: usize = $value;
+            $body
+        })*
+    };
+}
+
 /// `out[r][j] (=|+=) x[r] · weight[j]` for `rows` rows of `k` elements of `x`, `x_stride` apart, and `n` weight rows (`[n][k]`).
 pub(super) struct Dots<E> {
     pub(super) rows: usize,
@@ -42,15 +56,11 @@ impl<E: Element> Dots<E> {
             let mut i = 0;
             while i + S::LANES <= self.k {
                 let mut weights = [S::splat(0.0); N];
-                for (j, weight) in weights.iter_mut().enumerate() {
-                    *weight = E::load::<S>(w.add(j * self.k + i));
-                }
-                for (r, sums) in sums.iter_mut().enumerate() {
-                    let x = S::load(x.add(r * self.x_stride + i));
-                    for (sum, weight) in sums.iter_mut().zip(weights) {
-                        *sum = S::fma(x, weight, *sum);
-                    }
-                }
+                each!(J in N, { weights[J] = E::load::<S>(w.add(J * self.k + i)) });
+                each!(ROW in R, {
+                    let x = S::load(x.add(ROW * self.x_stride + i));
+                    each!(J in N, { sums[ROW][J] = S::fma(x, weights[J], sums[ROW][J]) });
+                });
                 i += S::LANES;
             }
             if i < self.k {
