@@ -179,10 +179,10 @@ impl LeastWork {
         let decode_us = (answers / batch).max(own_steps) * own_us * stretch;
         let lacking = ask.blocks(of.block_tokens).cast_signed().saturating_sub(of.room_blocks()).max(0);
         let used = i64::from(of.blocks_total) - i64::from(of.blocks_free);
-        // Memory becomes free evenly while what is there is done.
+        // Memory becomes free evenly while what is there is done, and none after that.
         let memory_us = match of.blocks_total {
             0 => 0.0,
-            _ => as_f64(lacking.unsigned_abs()) / as_f64(used.max(1).unsigned_abs()) * (prefill_us + decode_us),
+            _ => (as_f64(lacking.unsigned_abs()) / as_f64(used.max(1).unsigned_abs())).min(1.0) * (prefill_us + decode_us),
         };
         Prediction { prefill_us, saved_us, decode_us, memory_us }
     }
