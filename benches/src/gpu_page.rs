@@ -280,6 +280,7 @@ fn more_tables(report: &Value, out: &mut String) {
     let columns = [
         ("weights", "/format"),
         ("rows", "/rows"),
+        ("kernel", "/kernel"),
         ("us", "/us"),
         ("stored bytes of copy bandwidth", "/weight_bytes_of_copy_bandwidth"),
         ("TFLOP/s", "/tflop_per_s"),

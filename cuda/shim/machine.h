@@ -276,6 +276,13 @@ inline bf16 narrow<bf16>(float x) {
     return {shim::f32_to_bf16(x)};
 }
 
+inline uint32_t add_halves(uint32_t a, uint32_t b) {
+    const auto sum = [](uint32_t x, uint32_t y) {
+        return narrow<f16>(widen(f16{static_cast<uint16_t>(x)}) + widen(f16{static_cast<uint16_t>(y)})).bits;
+    };
+    return sum(a, b) | static_cast<uint32_t>(sum(a >> 16, b >> 16)) << 16;
+}
+
 inline uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
     const uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
     uint32_t out = 0;
@@ -358,6 +365,9 @@ void copy_wait() {
 inline void launch_dependents() {}
 inline void wait_for_grids() { shim::wait_for_grids(); }
 
+inline uint32_t pinned(uint32_t x) { return x; }
+inline uint64_t pinned(uint64_t x) { return x; }
+
 inline void sync_block() {
     shim::meet_at(shim::block->barrier, shim::block->threads.x, "sync_block", nullptr, nullptr);
 }
@@ -382,6 +392,13 @@ inline int below(int lane, int delta) { return lane < delta ? lane : lane - delt
 
 inline float shuffle_xor(float x, int mask) { return shim::from_lane("shuffle_xor", x, shim::across, mask); }
 inline uint64_t shuffle_xor(uint64_t x, int mask) { return shim::from_lane("shuffle_xor", x, shim::across, mask); }
+inline uint32_t warp_max_of(uint32_t x) {
+    for (int mask = 16; mask > 0; mask /= 2) {
+        const uint32_t other = static_cast<uint32_t>(shuffle_xor(static_cast<uint64_t>(x), mask));
+        x = x < other ? other : x;
+    }
+    return x;
+}
 inline uint64_t shuffle_up(uint64_t x, int delta) { return shim::from_lane("shuffle_up", x, shim::below, delta); }
 inline bool any_lane(bool x) {
     shim::Slot mine = {};

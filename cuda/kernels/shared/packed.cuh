@@ -1,22 +1,8 @@
-// Products with packed weights (codes.cuh), and their elements.
+// Products of experts with packed weights (codes.cuh), and elements of packed weights. Products of other weights are in
+// packed_few.cuh.
 //
 // A few rows of activations are multiplied in f32 with the codes, and each run's sum with its scale. A lane has a unit of two weight
-// rows at a time, which share the loads of activations. Bytes: the weight once for each ROWS rows, as in its file. Instructions
-// often bind before memory does (counted in the machine code for 9.0a, one row, a warp's turn of 64 units; an H200's multiprocessor
-// issues four instructions and receives 21 bytes a clock):
-//
-//   format     bytes  instructions  share of the bandwidth  times f16 weights at all of it
-//   Q8_0       1,088           143                    1.00                             1.9
-//   FP8        1,056           169                    1.00                             1.9
-//   Q6_K       1,680           366                    0.86                             2.1
-//   Q4_0       1,152           260                    0.83                             2.9
-//   INT4_G128  1,056           271                    0.73                             2.8
-//   MXFP4      1,088           309                    0.66                             2.5
-//   Q5_K       1,408           437                    0.60                             1.8
-//   Q4_K       1,152           373                    0.58                             2.1
-//
-// Products of integers (dp4a) take fewer instructions, for activations rounded to 8 bits: 2^-8 of the largest of 32, 256 times what
-// the host's backend allows itself. Two 8-bit terms would be as exact as the host's 16 bits.
+// rows at a time, which share the loads of activations. Bytes: the weight once for each ROWS rows, as in its file.
 //
 // Many rows are multiplied on tensor cores: `unpack` writes elements as one or two f16 terms, and the kernels of f16 weights follow.
 // Unpacking reads the weight and writes 2 bytes (4 with two terms) an element: on an H200 as long as the products of about 180 rows
@@ -33,15 +19,15 @@ constexpr uint32_t PACKED_WEIGHTS = 2;
 // Loads the units of a warp's weight rows; beyond the last, that one again.
 template <typename W>
 DEVICE void load_units(const unsigned char* const (&weights)[PACKED_WEIGHTS], uint32_t blocks, uint32_t unit,
-                       typename W::Unit (&units)[PACKED_WEIGHTS]) {
+                       Unit<W> (&units)[PACKED_WEIGHTS]) {
     const uint32_t last = blocks * W::UNITS - 1;
 #pragma unroll
-    for (uint32_t i = 0; i < PACKED_WEIGHTS; i++) units[i] = W::load(weights[i], blocks, min(unit, last));
+    for (uint32_t i = 0; i < PACKED_WEIGHTS; i++) units[i] = load_unit<W>(weights[i], blocks, min(unit, last));
 }
 
 // Adds a run's products with ROWS rows of activations to `sums`, those of a weight row together.
 template <typename W, uint32_t ROWS>
-DEVICE void multiply_run(const typename W::Unit (&units)[PACKED_WEIGHTS], uint32_t unit, uint32_t run,
+DEVICE void multiply_run(const Unit<W> (&units)[PACKED_WEIGHTS], uint32_t unit, uint32_t run,
                          const float* const (&rows)[ROWS], float (&sums)[PACKED_WEIGHTS * ROWS]) {
     const uint32_t column = W::column(unit, run);
     float dots[PACKED_WEIGHTS][ROWS] = {}, totals[ROWS] = {};
@@ -49,7 +35,7 @@ DEVICE void multiply_run(const typename W::Unit (&units)[PACKED_WEIGHTS], uint32
     for (uint32_t word = 0; word < RUN / 4; word++) {
         float codes[PACKED_WEIGHTS][4];
 #pragma unroll
-        for (uint32_t i = 0; i < PACKED_WEIGHTS; i++) W::codes(units[i], unit, run, word, codes[i]);
+        for (uint32_t i = 0; i < PACKED_WEIGHTS; i++) widen_codes(units[i], unit, run, word, codes[i]);
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r++) {
             const Part<4> x = load_part<4>(rows[r] + column + 4 * word);
@@ -63,7 +49,7 @@ DEVICE void multiply_run(const typename W::Unit (&units)[PACKED_WEIGHTS], uint32
     }
 #pragma unroll
     for (uint32_t i = 0; i < PACKED_WEIGHTS; i++) {
-        const Scale scale = W::scale(units[i], unit, run);
+        const Scale scale = W::scale(units[i].head, unit, run);
 #pragma unroll
         for (uint32_t r = 0; r < ROWS; r++) {
             float& sum = sums[i * ROWS + r];
@@ -73,18 +59,16 @@ DEVICE void multiply_run(const typename W::Unit (&units)[PACKED_WEIGHTS], uint32
     }
 }
 
-// A lane's products of a warp's weight rows with ROWS rows of `k` activations, which begin at multiples of 16 bytes. Waits for the
-// grids before behind the loads of the first weights, if WAITS says so.
-template <typename W, uint32_t ROWS, bool WAITS>
+// A lane's products of a warp's weight rows with ROWS rows of `k` activations, which begin at multiples of 16 bytes.
+template <typename W, uint32_t ROWS>
 DEVICE void multiply_rows(const unsigned char* const (&weights)[PACKED_WEIGHTS], const float* const (&rows)[ROWS], uint32_t k,
                           float (&sums)[PACKED_WEIGHTS * ROWS]) {
     // More rows take the registers of units ahead and of a second run; their products hide other warps' loads.
     constexpr bool AHEAD = ROWS <= 2;
     [[maybe_unused]] constexpr uint32_t TOGETHER = AHEAD ? W::RUNS : 1;
     const uint32_t lane = threadIdx.x % 32, blocks = k / W::BLOCK;
-    typename W::Unit now[PACKED_WEIGHTS], next[PACKED_WEIGHTS];
+    Unit<W> now[PACKED_WEIGHTS], next[PACKED_WEIGHTS];
     load_units<W>(weights, blocks, lane, now);
-    if (WAITS) wait_for_grids();
     for (uint32_t unit = lane; unit < blocks * W::UNITS; unit += 32) {
         if (AHEAD) load_units<W>(weights, blocks, unit + 32, next);
 #pragma unroll TOGETHER
@@ -93,33 +77,6 @@ DEVICE void multiply_rows(const unsigned char* const (&weights)[PACKED_WEIGHTS],
 #pragma unroll
         for (uint32_t i = 0; i < PACKED_WEIGHTS; i++) now[i] = next[i];
     }
-}
-
-// ROWS rows of activations; those beyond the last are read as the last and not written. Grid: blocks of 16 weight rows, blocks of
-// ROWS rows. `ldw` is in bytes.
-template <typename W, uint32_t ROWS>
-DEVICE void gemv_packed(const GemvParams& p) {
-    static_assert(PACKED_WEIGHTS * GEMV_WARPS == FEW_BLOCK, "a block's weight rows are as many as of plain weights");
-    SHARED float parts[FEW_BLOCK][ROWS];
-    const uint32_t first = threadIdx.x / 32 * PACKED_WEIGHTS, row0 = blockIdx.y * ROWS;
-    const unsigned char* weights[PACKED_WEIGHTS];
-#pragma unroll
-    for (uint32_t i = 0; i < PACKED_WEIGHTS; i++) weights[i] = weight_row<unsigned char, FEW_BLOCK>(p, first + i);
-    const float* rows[ROWS];
-#pragma unroll
-    for (uint32_t r = 0; r < ROWS; r++) rows[r] = at<const float>(p.x) + static_cast<uint64_t>(min(row0 + r, p.rows - 1)) * p.x_stride;
-    float sums[PACKED_WEIGHTS * ROWS] = {};
-    multiply_rows<W, ROWS, true>(weights, rows, p.k, sums);
-#pragma unroll
-    for (uint32_t i = 0; i < PACKED_WEIGHTS; i++) {
-#pragma unroll
-        for (uint32_t r = 0; r < ROWS; r++) {
-            const float sum = warp_sum(sums[i * ROWS + r]);
-            if (threadIdx.x % 32 == 0) parts[first + i][r] = sum;
-        }
-    }
-    sync_block();
-    store_products<float, FEW_BLOCK, ROWS>(p, row0, [&](uint32_t r, uint32_t j) { return parts[j][r]; });
 }
 
 // ROWS rows of an expert's tile at most; those beyond its end are its last row, and not written. A gated warp has a gate and its up.
@@ -140,7 +97,7 @@ DEVICE void grouped_packed_few(const GroupedParams& p, const ExpertTile& tile) {
         rows[r] = at<const float>(p.x) + static_cast<uint64_t>(source_row(p, min(tile.first + r, tile.end - 1))) * p.ldx;
     }
     float sums[PACKED_WEIGHTS * ROWS] = {};
-    multiply_rows<W, ROWS, false>(weights, rows, p.k, sums);
+    multiply_rows<W, ROWS>(weights, rows, p.k, sums);
     store_few<PACKED_WEIGHTS, ROWS>(p, tile, sums, n0);
 }
 
@@ -160,7 +117,7 @@ DEVICE void grouped_packed(const GroupedParams& p) {
 }
 
 // Writes four elements, or adds them, in f32.
-DEVICE void store_elements(const UnpackParams& p, uint64_t index, const float (&x)[4]) {
+DEVICE void store_elements(const UnpackParams& p, uint64_t index, const float* x) {
     float* out = at<float>(p.out) + index;
     Part<4> part = p.mode == UNPACK_ADD ? load_part<4>(out) : Part<4>{};
 #pragma unroll
@@ -168,13 +125,16 @@ DEVICE void store_elements(const UnpackParams& p, uint64_t index, const float (&
     store_part(out, part);
 }
 
-// Writes four elements, times the weight's factor, as one or two f16 terms.
-DEVICE void store_terms(const UnpackParams& p, uint64_t index, const float (&x)[4]) {
-    uint32_t high[2], low[2];
+// Writes eight elements, times the weight's factor, as one or two f16 terms.
+DEVICE void store_terms(const UnpackParams& p, uint64_t index, const float (&x)[8]) {
+    uint32_t high[4], low[4];
 #pragma unroll
-    for (uint32_t e = 0; e < 2; e++) split<f16>(x[2 * e] * p.factor, x[2 * e + 1] * p.factor, 1.0f, high[e], low[e]);
-    store_8(at<f16>(p.out) + index, high[0] | static_cast<uint64_t>(high[1]) << 32);
-    if (p.lo) store_8(at<f16>(p.lo) + index, low[0] | static_cast<uint64_t>(low[1]) << 32);
+    for (uint32_t e = 0; e < 4; e++) split<f16>(x[2 * e] * p.factor, x[2 * e + 1] * p.factor, 1.0f, high[e], low[e]);
+    const auto store = [&](Address out, const uint32_t(&to)[4]) {
+        store_16(at<f16>(out) + index, {as_float(to[0]), as_float(to[1]), as_float(to[2]), as_float(to[3])});
+    };
+    store(p.out, high);
+    if (p.lo) store(p.lo, low);
 }
 
 // Elements of rows of a weight: rows of an embedding table, terms for tensor cores, or each row's largest magnitude. A warp a row.
@@ -189,27 +149,34 @@ DEVICE void unpack(const UnpackParams& p) {
     const uint32_t blocks = p.cols / W::BLOCK;
     const uint64_t first = static_cast<uint64_t>(row) * p.cols;
     float largest = 0;
-    for (uint32_t unit = lane; unit < blocks * W::UNITS; unit += 32) {
-        const typename W::Unit loaded = W::load(from, blocks, unit);
+    const uint32_t units = blocks * W::UNITS;
+    Unit<W> next = load_unit<W>(from, blocks, min(lane, units - 1));
+    for (uint32_t unit = lane; unit < units; unit += 32) {
+        const Unit<W> loaded = next;
+        next = load_unit<W>(from, blocks, min(unit + 32, units - 1));
 #pragma unroll
-        for (uint32_t run = 0; run < W::RUNS; run++) {
-            const Scale scale = W::scale(loaded, unit, run);
+        for (uint32_t i = 0; i < 2 * W::RUNS; i++) {
+            const uint32_t run = i / 2, half = i % 2;
+            const Scale scale = W::scale(loaded.head, unit, run);
+            float x[8];
 #pragma unroll
-            for (uint32_t word = 0; word < RUN / 4; word++) {
-                float x[4];
-                W::codes(loaded, unit, run, word, x);
+            for (uint32_t word = 0; word < 2; word++) {
+                float codes[4];
+                widen_codes(loaded, unit, run, 2 * half + word, codes);
 #pragma unroll
                 for (uint32_t e = 0; e < 4; e++) {
-                    x[e] *= 1 / W::ONE;
-                    x[e] = W::LEAST ? fmaf(x[e], scale.step, -scale.least) : x[e] * scale.step;
-                    largest = fmaxf(largest, fabsf(x[e]));
+                    const float code = codes[e] * (1 / W::ONE);
+                    const float element = W::LEAST ? fmaf(code, scale.step, -scale.least) : code * scale.step;
+                    largest = fmaxf(largest, fabsf(element));
+                    x[4 * word + e] = element;
                 }
-                const uint64_t index = first + W::column(unit, run) + 4 * word;
-                if (p.mode == UNPACK_TERMS) {
-                    store_terms(p, index, x);
-                } else if (p.mode != UNPACK_LARGEST) {
-                    store_elements(p, index, x);
-                }
+            }
+            const uint64_t index = first + W::column(unit, run) + 8 * half;
+            if (p.mode == UNPACK_TERMS) {
+                store_terms(p, index, x);
+            } else if (p.mode != UNPACK_LARGEST) {
+                store_elements(p, index, x);
+                store_elements(p, index + 4, x + 4);
             }
         }
     }

@@ -104,6 +104,13 @@ DEVICE bf16 narrow<bf16>(float x) {
 // 4 i to 4 i + 2 of `selector`.
 DEVICE uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
 
+// Sums of two f16 each in a register.
+DEVICE uint32_t add_halves(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 // Two numbers rounded into one register, `low` in its lower half.
 template <typename T>
 DEVICE uint32_t pack(float low, float high);
@@ -170,11 +177,29 @@ DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// The same number, which stays in a register: ptxas computes cheap expressions anew at each use.
+DEVICE uint32_t pinned(uint32_t x) {
+    uint32_t y;
+    asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+DEVICE uint64_t pinned(uint64_t x) {
+    uint64_t y;
+    asm volatile("mov.b64 %0, %1;" : "=l"(y) : "l"(x));
+    return y;
+}
+
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE uint64_t shuffle_xor(uint64_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE uint64_t shuffle_up(uint64_t x, int delta) { return __shfl_up_sync(0xffffffffu, x, delta); }
+// The largest number of a warp's lanes.
+DEVICE uint32_t warp_max_of(uint32_t x) {
+    uint32_t y;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}
 DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 // The lanes for which it is true, the first in the lowest bit.
 DEVICE uint32_t lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }

@@ -2,14 +2,21 @@
 #pragma once
 #include "codes.cuh"
 
-// The scale of sub-block `2 pair + run`. The lower four of each are in a byte of their own; the upper four have their upper two bits
-// beside the lower ones.
-DEVICE Scale six_bits(const uint4& head, uint32_t pair, uint32_t run) {
-    const uint32_t shift = pair % 2 * 16;
-    const uint32_t a = head.y >> shift, b = head.z >> shift, c = head.w >> shift;
-    const uint32_t steps = pair < 2 ? a & 0x3f3f : (c & 0x0f0f) | (a >> 2 & 0x3030);
-    const uint32_t leasts = pair < 2 ? b & 0x3f3f : (c >> 4 & 0x0f0f) | (b >> 2 & 0x3030);
-    const float step = as_float(permute(steps, INTEGER_BITS, 0x7650 + run)) - INTEGER;
-    const float least = as_float(permute(leasts, INTEGER_BITS, 0x7650 + run)) - INTEGER;
-    return {widen(f16{static_cast<uint16_t>(head.x)}) * step, widen(f16{static_cast<uint16_t>(head.x >> 16)}) * least};
+// Of a chunk: steps and least values of its four sub-blocks, a byte each, and the block's two f16.
+struct SixBits {
+    uint32_t steps, leasts, both;
+};
+
+// The lower four of a block's eight are in a byte of their own each; the upper four have their upper two bits beside the lower ones.
+DEVICE SixBits six_bits(const uint4& head, bool upper) {
+    if (!upper) return {head.y & 0x3f3f3f3f, head.z & 0x3f3f3f3f, head.x};
+    return {(head.w & 0x0f0f0f0f) | (head.y >> 2 & 0x30303030), (head.w >> 4 & 0x0f0f0f0f) | (head.z >> 2 & 0x30303030), head.x};
+}
+
+// The scale of a sub-block of the four, with steps times `factor`, a power of two.
+DEVICE Scale scale_of(const SixBits& six, uint32_t which, float factor) {
+    const float step = widen(f16{static_cast<uint16_t>(six.both)}) * factor, least = widen(f16{static_cast<uint16_t>(six.both >> 16)});
+    const float steps = as_float(permute(six.steps, INTEGER_BITS, 0x7650 + which));
+    const float leasts = as_float(permute(six.leasts, INTEGER_BITS, 0x7650 + which));
+    return {fmaf(steps, step, -INTEGER * step), fmaf(leasts, least, -INTEGER * least)};
 }

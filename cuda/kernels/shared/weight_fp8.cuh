@@ -4,28 +4,27 @@
 #include "codes.cuh"
 
 struct WeightFp8 {
-    static constexpr uint32_t BLOCK = 128, UNITS = 8, RUNS = 1;
-    static constexpr bool LEAST = false;
+    static constexpr uint32_t BLOCK = 128, UNITS = 8, RUNS = 1, SHARE = 8, HEADS = 1;
+    static constexpr bool LEAST = false, UPPER = false;
     static constexpr float ONE = 0x1p-8f;
-    struct Unit {
-        uint4 codes;
+    struct Head {
         float scale;
     };
 
-    DEVICE static Unit load(const unsigned char* row, uint32_t blocks, uint32_t unit) {
-        return {load_once(row + 16 * unit), as_float(load_word(row + 128 * blocks + unit / UNITS * 4))};
+    DEVICE static constexpr uint32_t head_plane(uint32_t) { return 128; }
+    DEVICE static constexpr uint32_t head_bytes(uint32_t) { return 4; }
+    template <typename At>
+    DEVICE static Head head(At at, uint32_t unit) {
+        return {as_float(load_word(at(0, unit / UNITS * 4)))};
     }
     DEVICE static uint32_t column(uint32_t unit, uint32_t) { return RUN * unit; }
-    DEVICE static Scale scale(const Unit& loaded, uint32_t, uint32_t) { return {loaded.scale, 0}; }
+    DEVICE static Scale scale(const Head& head, uint32_t, uint32_t) { return {head.scale, 0}; }
     // The codes' numbers, times ONE: exponent and fraction are an f16's.
-    DEVICE static void codes(const Unit& loaded, uint32_t, uint32_t, uint32_t word, float (&x)[4]) {
+    DEVICE static void halves(uint32_t codes, uint32_t, const Head&, uint32_t, uint32_t, uint32_t (&pairs)[2]) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            // Two bytes, each the upper one of a half.
-            const uint32_t two = permute(word_of(loaded.codes, word), 0, i == 0 ? 0x1404 : 0x3424);
-            const uint32_t halves = (two & 0x80008000) | (two >> 1 & 0x3f803f80);
-            x[2 * i] = widen(f16{static_cast<uint16_t>(halves)});
-            x[2 * i + 1] = widen(f16{static_cast<uint16_t>(halves >> 16)});
+        for (uint32_t i = 0; i < 2; i++) {
+            const uint32_t two = i == 0 ? codes << 8 : codes;
+            pairs[i] = (two & 0x80008000) | (two >> 1 & 0x3f803f80);
         }
     }
 };

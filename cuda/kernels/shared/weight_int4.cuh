@@ -5,21 +5,24 @@
 
 template <uint32_t GROUP>
 struct WeightInt4 {
-    static constexpr uint32_t BLOCK = GROUP, UNITS = GROUP / 32, RUNS = 2;
-    static constexpr bool LEAST = false;
-    static constexpr float ONE = 1;
-    struct Unit {
-        uint4 codes;
-        uint32_t header;
+    static constexpr uint32_t BLOCK = GROUP, UNITS = GROUP / 32, RUNS = 2, SHARE = GROUP / 32, HEADS = 1;
+    static constexpr bool LEAST = false, UPPER = false;
+    static constexpr float ONE = TINY;
+    struct Head {
+        uint32_t word;
     };
 
-    DEVICE static Unit load(const unsigned char* row, uint32_t blocks, uint32_t unit) {
-        return {load_once(row + 16 * unit), load_word(row + 16 * UNITS * blocks + unit / UNITS * 4)};
+    DEVICE static constexpr uint32_t head_plane(uint32_t) { return 16 * UNITS; }
+    DEVICE static constexpr uint32_t head_bytes(uint32_t) { return 16 / UNITS; }
+    template <typename At>
+    DEVICE static Head head(At at, uint32_t unit) {
+        return {load_word(at(0, unit / UNITS * 4))};
     }
     DEVICE static uint32_t column(uint32_t unit, uint32_t run) { return 32 * unit + RUN * run; }
-    DEVICE static Scale scale(const Unit& loaded, uint32_t, uint32_t) { return {as_float(loaded.header & ~255u), 0}; }
-    DEVICE static void codes(const Unit& loaded, uint32_t, uint32_t run, uint32_t word, float (&x)[4]) {
-        widen_bytes(nibbles(loaded.codes, run, word), as_float(INTEGER_BITS | (loaded.header & 255)) - INTEGER, x);
+    DEVICE static Scale scale(const Head& head, uint32_t, uint32_t) { return {as_float(head.word & ~255u), 0}; }
+    DEVICE static void halves(uint32_t codes, uint32_t, const Head& head, uint32_t, uint32_t run, uint32_t (&pairs)[2]) {
+        pair_bytes(nibbles(codes, run), pairs);
+        lessen(pairs, head.word & 255);
     }
 };
 typedef WeightInt4<32> WeightInt4G32;

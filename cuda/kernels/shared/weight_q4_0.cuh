@@ -4,20 +4,23 @@
 #include "codes.cuh"
 
 struct WeightQ4_0 {
-    static constexpr uint32_t BLOCK = 32, UNITS = 1, RUNS = 2;
-    static constexpr bool LEAST = false;
-    static constexpr float ONE = 1;
-    struct Unit {
-        uint4 codes;
+    static constexpr uint32_t BLOCK = 32, UNITS = 1, RUNS = 2, SHARE = 1, HEADS = 1;
+    static constexpr bool LEAST = false, UPPER = false;
+    static constexpr float ONE = TINY;
+    struct Head {
         float scale;
     };
 
-    DEVICE static Unit load(const unsigned char* row, uint32_t blocks, uint32_t unit) {
-        return {load_once(row + 16 * unit), load_half(row + 16 * blocks + 2 * unit)};
+    DEVICE static constexpr uint32_t head_plane(uint32_t) { return 16; }
+    DEVICE static constexpr uint32_t head_bytes(uint32_t) { return 8; }
+    template <typename At>
+    DEVICE static Head head(At at, uint32_t unit) {
+        return {load_half(at(0, 2 * unit))};
     }
     DEVICE static uint32_t column(uint32_t unit, uint32_t run) { return BLOCK * unit + RUN * run; }
-    DEVICE static Scale scale(const Unit& loaded, uint32_t, uint32_t) { return {loaded.scale, 0}; }
-    DEVICE static void codes(const Unit& loaded, uint32_t, uint32_t run, uint32_t word, float (&x)[4]) {
-        widen_bytes(nibbles(loaded.codes, run, word), 8, x);
+    DEVICE static Scale scale(const Head& head, uint32_t, uint32_t run) { return {head.scale * (run == 0 ? 1.0f : HIGH), 0}; }
+    DEVICE static void halves(uint32_t codes, uint32_t, const Head&, uint32_t, uint32_t run, uint32_t (&pairs)[2]) {
+        pair_nibbles(codes, run, pairs);
+        lessen(pairs, 8 << 4 * run);
     }
 };

@@ -5,29 +5,31 @@
 #include "codes.cuh"
 
 struct WeightQ6K {
-    static constexpr uint32_t BLOCK = 256, UNITS = 8, RUNS = 2;
-    static constexpr bool LEAST = false;
-    static constexpr float ONE = 1;
-    struct Unit {
-        uint4 codes, upper;
+    static constexpr uint32_t BLOCK = 256, UNITS = 8, RUNS = 2, SHARE = 1, HEADS = 2, UPPER_PLANE = 128;
+    static constexpr bool LEAST = false, UPPER = true;
+    static constexpr float ONE = TINY;
+    struct Head {
         // Of the half of the block that the unit is in.
         uint64_t scales;
         float scale;
     };
 
-    DEVICE static Unit load(const unsigned char* row, uint32_t blocks, uint32_t unit) {
-        const uint32_t block = unit / UNITS, half = unit / 4 % 2;
-        return {load_once(row + 16 * unit), load_words(row + 128 * blocks + 64 * block + 32 * half + unit % 2 * 16),
-                load_8(row + 192 * blocks + 16 * block + 8 * half), load_half(row + 208 * blocks + 2 * block)};
+    DEVICE static uint32_t upper_at(uint32_t chunk) { return 32 * chunk; }
+    DEVICE static constexpr uint32_t head_plane(uint32_t h) { return h == 0 ? 192 : 208; }
+    DEVICE static constexpr uint32_t head_bytes(uint32_t h) { return h == 0 ? 8 : 1; }
+    template <typename At>
+    DEVICE static Head head(At at, uint32_t unit) {
+        return {load_8(at(0, unit / 4 * 8)), load_half(at(1, unit / UNITS * 2))};
     }
     DEVICE static uint32_t column(uint32_t unit, uint32_t run) { return unit / 4 * 128 + unit % 4 * RUN + 64 * run; }
-    DEVICE static Scale scale(const Unit& loaded, uint32_t unit, uint32_t run) {
-        const uint32_t four = static_cast<uint32_t>(loaded.scales >> 32 * run);
+    DEVICE static Scale scale(const Head& head, uint32_t unit, uint32_t run) {
+        const uint32_t four = static_cast<uint32_t>(head.scales >> 32 * run);
         const int8_t code = static_cast<int8_t>(four >> unit % 4 * 8);
-        return {loaded.scale * static_cast<float>(code), 0};
+        return {head.scale * static_cast<float>(code), 0};
     }
-    DEVICE static void codes(const Unit& loaded, uint32_t unit, uint32_t run, uint32_t word, float (&x)[4]) {
-        const uint32_t upper = word_of(loaded.upper, word) >> 2 * (unit % 4 / 2 + 2 * run) & 0x03030303;
-        widen_bytes(nibbles(loaded.codes, run, word) | upper << 4, 32, x);
+    DEVICE static void halves(uint32_t codes, uint32_t upper, const Head&, uint32_t unit, uint32_t run, uint32_t (&pairs)[2]) {
+        const uint32_t two = upper >> 2 * (unit % 4 / 2 + 2 * run) & 0x03030303;
+        pair_bytes(nibbles(codes, run) | two << 4, pairs);
+        lessen(pairs, 32);
     }
 };

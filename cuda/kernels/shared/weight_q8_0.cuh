@@ -3,20 +3,25 @@
 #include "codes.cuh"
 
 struct WeightQ8_0 {
-    static constexpr uint32_t BLOCK = 32, UNITS = 2, RUNS = 1;
-    static constexpr bool LEAST = false;
-    static constexpr float ONE = 1;
-    struct Unit {
-        uint4 codes;
+    static constexpr uint32_t BLOCK = 32, UNITS = 2, RUNS = 1, SHARE = 2, HEADS = 1;
+    static constexpr bool LEAST = false, UPPER = false;
+    static constexpr float ONE = TINY;
+    struct Head {
         float scale;
     };
 
-    DEVICE static Unit load(const unsigned char* row, uint32_t blocks, uint32_t unit) {
-        return {load_once(row + 16 * unit), load_half(row + 32 * blocks + unit / 2 * 2)};
+    DEVICE static constexpr uint32_t head_plane(uint32_t) { return 32; }
+    DEVICE static constexpr uint32_t head_bytes(uint32_t) { return 8; }
+    template <typename At>
+    DEVICE static Head head(At at, uint32_t unit) {
+        return {load_half(at(0, unit / 2 * 2))};
     }
     DEVICE static uint32_t column(uint32_t unit, uint32_t) { return RUN * unit; }
-    DEVICE static Scale scale(const Unit& loaded, uint32_t, uint32_t) { return {loaded.scale, 0}; }
-    DEVICE static void codes(const Unit& loaded, uint32_t, uint32_t, uint32_t word, float (&x)[4]) {
-        widen_bytes(word_of(loaded.codes, word) ^ 0x80808080, 128, x);
+    DEVICE static Scale scale(const Head& head, uint32_t, uint32_t) { return {head.scale, 0}; }
+    DEVICE static void halves(uint32_t codes, uint32_t, const Head&, uint32_t, uint32_t, uint32_t (&pairs)[2]) {
+        pair_bytes(codes, pairs);
+#pragma unroll
+        for (uint32_t i = 0; i < 2; i++) pairs[i] ^= 0x00800080;
+        lessen(pairs, 128);
     }
 };

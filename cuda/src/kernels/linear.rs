@@ -24,7 +24,7 @@ const GEMV_F32_ROWS_MAX: u32 = 4;
 const GEMV_FEW_COLS: u32 = 16;
 const GEMV_COLS: u32 = 32;
 /// Threads of a `gemv` block.
-pub(super) const GEMV_THREADS: u32 = 256;
+const GEMV_THREADS: u32 = 256;
 /// Shortest part of the inner dimension that justifies a block.
 const SPLIT_K_MIN: u32 = 512;
 /// Most parts of the inner dimension.
@@ -363,7 +363,7 @@ impl Product {
     }
 
     /// Blocks for `n` weight rows where a block has few of them.
-    pub(super) fn few_blocks(n: u32, activation: Option<Activation>) -> u32 {
+    fn few_blocks(n: u32, activation: Option<Activation>) -> u32 {
         blocks(n, activation, GEMV_FEW_COLS)
     }
 
@@ -401,7 +401,7 @@ impl Product {
 }
 
 /// Blocks of `each` weight rows, which have whole columns of the output.
-fn blocks(n: u32, activation: Option<Activation>, each: u32) -> u32 {
+pub(super) fn blocks(n: u32, activation: Option<Activation>, each: u32) -> u32 {
     let inputs = activation.map_or(1, |activation| u32::try_from(activation.inputs()).expect("one or two"));
     (n / inputs).div_ceil(each / inputs)
 }

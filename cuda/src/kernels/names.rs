@@ -5,6 +5,7 @@ use super::attention::{
 };
 use super::boxes::wgmma_shared_bytes;
 use super::linear::GEMM_SHARED_BYTES_MAX;
+use super::packed;
 
 /// Every kernel that the fatbin has for all devices.
 pub const ALL: &[&str] = &[
@@ -81,36 +82,36 @@ pub const ALL: &[&str] = &[
     "gemv_f16_8_fast",
     "gemv_f32_1",
     "gemv_f32_2",
-    "gemv_fp8_1",
-    "gemv_fp8_2",
+    "gemv_fp8_16",
     "gemv_fp8_4",
-    "gemv_int4_g128_1",
-    "gemv_int4_g128_2",
+    "gemv_fp8_8",
+    "gemv_int4_g128_16",
     "gemv_int4_g128_4",
-    "gemv_int4_g32_1",
-    "gemv_int4_g32_2",
+    "gemv_int4_g128_8",
+    "gemv_int4_g32_16",
     "gemv_int4_g32_4",
-    "gemv_int4_g64_1",
-    "gemv_int4_g64_2",
+    "gemv_int4_g32_8",
+    "gemv_int4_g64_16",
     "gemv_int4_g64_4",
-    "gemv_mxfp4_1",
-    "gemv_mxfp4_2",
+    "gemv_int4_g64_8",
+    "gemv_mxfp4_16",
     "gemv_mxfp4_4",
-    "gemv_q4_0_1",
-    "gemv_q4_0_2",
+    "gemv_mxfp4_8",
+    "gemv_q4_0_16",
     "gemv_q4_0_4",
-    "gemv_q4_k_1",
-    "gemv_q4_k_2",
+    "gemv_q4_0_8",
+    "gemv_q4_k_16",
     "gemv_q4_k_4",
-    "gemv_q5_k_1",
-    "gemv_q5_k_2",
+    "gemv_q4_k_8",
+    "gemv_q5_k_16",
     "gemv_q5_k_4",
-    "gemv_q6_k_1",
-    "gemv_q6_k_2",
+    "gemv_q5_k_8",
+    "gemv_q6_k_16",
     "gemv_q6_k_4",
-    "gemv_q8_0_1",
-    "gemv_q8_0_2",
+    "gemv_q6_k_8",
+    "gemv_q8_0_16",
     "gemv_q8_0_4",
+    "gemv_q8_0_8",
     "grouped_gemm_bf16_exact_128",
     "grouped_gemm_bf16_exact_64",
     "grouped_gemm_bf16_fast_128",
@@ -194,6 +195,8 @@ pub fn dynamic_shared_bytes_max(name: &str) -> u32 {
         || name.starts_with("grouped_gemm_") && name != "grouped_gemm_f32"
     {
         GEMM_SHARED_BYTES_MAX
+    } else if let Some(bytes) = packed::stream_shared_bytes(name) {
+        bytes
     } else {
         super::SHARED_BYTES_DEFAULT
     }

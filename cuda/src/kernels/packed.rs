@@ -1,6 +1,7 @@
 //! Packed weights: how their rows lie in device memory, and the kernels that compute with them.
 //!
-//! * Up to [`PACKED_ROWS_MAX`] rows, `gemv_*` and `grouped_gemv_*` of the format stream the weight and unpack it in registers.
+//! * Up to [`PACKED_ROWS_MAX`] rows, `gemv_*` of the format streams the weight and unpacks it in registers for tensor cores, with
+//!   activations as two terms of f16; `grouped_gemv_*` does for rows of an expert, in f32.
 //! * For more rows, `unpack_*` writes elements as f16 to scratch, a part of the weight at a time, and the kernels of f16 weights
 //!   follow: one term of each element for [`Precision::Fast`], two for [`Precision::Exact`].
 //! * `unpack_*` also reads rows of embedding tables, and all rows of products by head, in f32.
@@ -10,7 +11,7 @@
 //! `cuda/kernels/shared/weight_*.cuh`.
 
 use super::attention::Precision;
-use super::linear::{GEMV_ROWS_MAX, GEMV_THREADS, GemvParams, Product};
+use super::linear::{GEMV_ROWS_MAX, GemvParams, Product, blocks};
 use super::{Launch, weight_ld};
 use bytemuck::{Pod, Zeroable};
 use lagoon_backend::{Activation, WeightFormat};
@@ -38,36 +39,77 @@ pub struct Packed {
     pub format: WeightFormat,
     /// Pieces of a block in the order of a row's planes, codes first.
     planes: &'static [Piece],
-    /// For one, two and four rows.
+    /// For up to 4, 8 and 16 rows: see [`FewRows`].
     gemv: [&'static str; 3],
+    /// Pieces of 16 bytes that 128 elements of a row have in its planes.
+    pieces: u32,
     pub(super) grouped: &'static str,
     unpack: &'static str,
 }
 
 macro_rules! packed {
-    ($format:ident, $name:literal, $planes:expr) => {
+    ($format:ident, $name:literal, $pieces:literal, $planes:expr) => {
         Packed {
             format: WeightFormat::$format,
             planes: &$planes,
-            gemv: [concat!("gemv_", $name, "_1"), concat!("gemv_", $name, "_2"), concat!("gemv_", $name, "_4")],
+            gemv: [concat!("gemv_", $name, "_4"), concat!("gemv_", $name, "_8"), concat!("gemv_", $name, "_16")],
+            pieces: $pieces,
             grouped: concat!("grouped_gemv_", $name),
             unpack: concat!("unpack_", $name),
         }
     };
 }
 
+/// What the kernels of few rows have in shared memory (`cuda/kernels/shared/packed_few.cuh`): by kernel of a format.
+struct FewRows {
+    /// Most rows of activations.
+    rows: u32,
+    /// Weight rows and warps of a block.
+    weights: u32,
+    warps: u32,
+    /// Tiles of eight columns of activations, and terms in a tile of their own.
+    tiles: u32,
+    terms: u32,
+}
+
+const FEW_ROWS: [FewRows; 3] = [
+    FewRows { rows: 4, weights: 16, warps: 8, tiles: 1, terms: 1 },
+    FewRows { rows: 8, weights: 16, warps: 8, tiles: 1, terms: 2 },
+    FewRows { rows: PACKED_ROWS_MAX, weights: 32, warps: 4, tiles: 2, terms: 2 },
+];
+/// Stages of a warp's ring of weights.
+const FEW_STAGES: u32 = 3;
+
+impl FewRows {
+    /// Shared memory of a block, in bytes, for a format with so many pieces.
+    const fn shared_bytes(&self, pieces: u32) -> u32 {
+        let stages = FEW_STAGES * self.weights * 16 * (pieces | 1);
+        // Eight steps of two registers a lane, and in f32 eight sums and a factor of each column.
+        let activations = self.tiles * self.terms * 8 * 32 * 8 + self.tiles * 8 * 9 * 4;
+        self.warps * (stages + activations)
+    }
+}
+
+/// Dynamic shared memory of a kernel of few rows, in bytes; `None` for other kernels.
+pub(super) fn stream_shared_bytes(name: &str) -> Option<u32> {
+    FORMATS.iter().find_map(|packed| {
+        let mut kernels = FEW_ROWS.iter().zip(packed.gemv);
+        kernels.find(|(_, other)| *other == name).map(|(few, _)| few.shared_bytes(packed.pieces))
+    })
+}
+
 /// Every packed format that kernels take.
 pub static FORMATS: [Packed; 10] = [
-    packed!(Q8_0, "q8_0", [Piece(2, 32), Piece(0, 2)]),
-    packed!(Q4_0, "q4_0", [Piece(2, 16), Piece(0, 2)]),
-    packed!(Q4K, "q4_k", [Piece(16, 128), Piece(0, 16)]),
-    packed!(Q5K, "q5_k", [Piece(48, 128), Piece(16, 32), Piece(0, 16)]),
-    packed!(Q6K, "q6_k", [Piece(0, 128), Piece(128, 64), Piece(192, 16), Piece(208, 2)]),
-    packed!(Mxfp4, "mxfp4", [Piece(1, 16), Piece(0, 1)]),
-    packed!(Fp8, "fp8", [Piece(4, 128), Piece(0, 4)]),
-    packed!(Int4G32, "int4_g32", [Piece(4, 16), Piece(0, 4)]),
-    packed!(Int4G64, "int4_g64", [Piece(4, 32), Piece(0, 4)]),
-    packed!(Int4G128, "int4_g128", [Piece(4, 64), Piece(0, 4)]),
+    packed!(Q8_0, "q8_0", 9, [Piece(2, 32), Piece(0, 2)]),
+    packed!(Q4_0, "q4_0", 5, [Piece(2, 16), Piece(0, 2)]),
+    packed!(Q4K, "q4_k", 5, [Piece(16, 128), Piece(0, 16)]),
+    packed!(Q5K, "q5_k", 7, [Piece(48, 128), Piece(16, 32), Piece(0, 16)]),
+    packed!(Q6K, "q6_k", 8, [Piece(0, 128), Piece(128, 64), Piece(192, 16), Piece(208, 2)]),
+    packed!(Mxfp4, "mxfp4", 5, [Piece(1, 16), Piece(0, 1)]),
+    packed!(Fp8, "fp8", 9, [Piece(4, 128), Piece(0, 4)]),
+    packed!(Int4G32, "int4_g32", 5, [Piece(4, 16), Piece(0, 4)]),
+    packed!(Int4G64, "int4_g64", 5, [Piece(4, 32), Piece(0, 4)]),
+    packed!(Int4G128, "int4_g128", 5, [Piece(4, 64), Piece(0, 4)]),
 ];
 
 impl Packed {
@@ -75,6 +117,18 @@ impl Packed {
     #[must_use]
     pub fn row_bytes(&self, cols: usize) -> Option<usize> {
         self.format.bytes(cols).map(|bytes| bytes.next_multiple_of(16))
+    }
+
+    /// The kernel that streams the weight for `rows` rows, and its shape.
+    fn few_rows(&self, rows: u32) -> (&'static FewRows, &'static str) {
+        let mut kernels = FEW_ROWS.iter().zip(self.gemv);
+        kernels.find(|(few, _)| rows <= few.rows).expect("few rows")
+    }
+
+    /// The first kernel of a product of `rows` rows: it streams the weight, or unpacks it.
+    #[must_use]
+    pub fn kernel(&self, rows: u32) -> &'static str {
+        if is_streamed(rows) { self.few_rows(rows).1 } else { self.unpack }
     }
 
     /// Appends rows of `row` given bytes to `out`, arranged in planes.
@@ -286,13 +340,10 @@ impl PackedProduct {
         let fused = self.product.activation.is_none_or(|activation| is_fused(rows, activation));
         assert!(is_streamed(rows) && fused && self.product.bias == 0, "a product of few rows");
         let params = GemvParams { w: self.rows.address, ..self.product.gemv(self.rows.row_bytes()) };
-        let (name, each) = match rows {
-            1 => (self.rows.packed.gemv[0], 1),
-            2 => (self.rows.packed.gemv[1], 2),
-            _ => (self.rows.packed.gemv[2], 4),
-        };
-        let grid = [Product::few_blocks(n, self.product.activation), rows.div_ceil(each), 1];
-        Launch { name, grid, block: GEMV_THREADS, shared_bytes: 0, params }
+        let (few, name) = self.rows.packed.few_rows(rows);
+        let grid = [blocks(n, self.product.activation, few.weights), 1, 1];
+        let shared_bytes = few.shared_bytes(self.rows.packed.pieces);
+        Launch { name, grid, block: 32 * few.warps, shared_bytes, params }
     }
 
     /// Weight rows of a part whose elements take at most `room` bytes, one at least.
@@ -352,6 +403,21 @@ mod tests {
             }
             assert!(seen.iter().all(|seen| *seen), "{}: every byte of a block has a plane", packed.format);
         }
+    }
+
+    #[test]
+    fn blocks_of_few_rows_fit_every_device() {
+        use super::super::attention::SHARED_BYTES_LEAST;
+        for packed in &FORMATS {
+            for (rows, name) in [(1, "_4"), (4, "_4"), (5, "_8"), (8, "_8"), (9, "_16"), (16, "_16")] {
+                let (few, kernel) = packed.few_rows(rows);
+                assert!(kernel.ends_with(name) && kernel == packed.kernel(rows), "{kernel} for {rows} rows");
+                let bytes = few.shared_bytes(packed.pieces);
+                assert!(bytes <= SHARED_BYTES_LEAST && stream_shared_bytes(kernel) == Some(bytes), "{kernel}: {bytes}");
+            }
+            assert_eq!(packed.kernel(17), packed.unpack);
+        }
+        assert_eq!(stream_shared_bytes("gemv_f16_1"), None);
     }
 
     #[test]

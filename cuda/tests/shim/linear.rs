@@ -1,9 +1,11 @@
 //! Products beyond the conformance suite: large tiles, parts of k, biases, one term, activations that f16 cannot hold.
 
-use crate::support::device::{ShimDevice, number};
+use crate::support::device::{ShimDevice, Tensor, number};
 use lagoon_backend::conformance::Data;
+use lagoon_backend::{Device, Mode};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_cuda::kernels::linear::{Launches, Product};
+use lagoon_cuda::kernels::packed::{FORMATS, Packed};
 use lagoon_cuda::kernels::weight_ld;
 use lagoon_types::DType;
 
@@ -144,5 +146,50 @@ fn activations_beyond_f16_do_not_overflow() {
         for rows in [1, 12, 40] {
             check(&Case { rows, dtype: DType::F16, magnitude, bias: false, ..Case::default() });
         }
+    }
+}
+
+/// Rows of packed weights for few rows of activations, of which each has its own magnitude, some beyond f16: `chunks` of 128 columns,
+/// and a block of 32 more where the format has such.
+fn packed_few_rows(packed: &Packed, rows: usize, chunks: usize, kernel: &str) {
+    let mut device = ShimDevice::open().expect("the shim");
+    let block = packed.format.block().elements;
+    let (n, k) = (35, (128 * chunks).next_multiple_of(block) + if block == 32 { block } else { 0 });
+    let mut data = Data::new(rows as u64);
+    let (weight, exact) = data.packed_weight(&mut device, packed.format, (n, k));
+    let mut values = data.values(rows * k);
+    for (i, x) in values.iter_mut().enumerate() {
+        *x *= [1.0, 1e20, 1e-25, 3e4][i / k % 4];
+    }
+    let x = Tensor { data: values.clone(), cols: k };
+    let mut out = device.tensor(rows, n).expect("tensor");
+    device.matmul(&x, &weight, rows, Mode::Set, &mut out).expect("matmul");
+    let name = packed.kernel(number(rows));
+    assert!(name.ends_with(kernel), "{name}");
+    for (i, got) in out.data.iter().enumerate() {
+        let (x, weights) = (&values[i / n * k..][..k], &exact[i % n * k..][..k]);
+        let products = || x.iter().zip(weights).map(|(x, w)| f64::from(*x) * f64::from(*w));
+        let (want, sum) = (products().sum::<f64>(), products().map(f64::abs).sum::<f64>());
+        let error = (f64::from(*got) - want).abs();
+        // As close as plain f32 is: two terms have 22 bits.
+        assert!(error <= sum * 2f64.powi(-21), "{name}, row {}: {got}, not {want} ({error:e} of {sum:e})", i / n);
+    }
+}
+
+#[test]
+fn packed_weights_with_few_rows_are_as_exact_as_f32() {
+    for packed in &FORMATS {
+        for (rows, kernel) in [(1, "_4"), (4, "_4"), (5, "_8"), (8, "_8"), (9, "_16"), (16, "_16")] {
+            packed_few_rows(packed, rows, 2, kernel);
+        }
+    }
+}
+
+/// More chunks than the warps' rings have stages.
+#[test]
+fn packed_weights_of_many_columns() {
+    for packed in &FORMATS {
+        packed_few_rows(packed, 3, 30, "_4");
+        packed_few_rows(packed, 10, 18, "_16");
     }
 }

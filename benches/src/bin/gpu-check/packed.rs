@@ -7,6 +7,7 @@ use crate::{Args, Out, inputs};
 use lagoon_backend::{Device, Mode, WeightFormat};
 use lagoon_cuda::driver::Context;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
+use lagoon_cuda::kernels::packed::Encoding;
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use serde_json::{Value, json};
 
@@ -37,13 +38,18 @@ fn product(format: WeightFormat, rows: usize, n: usize, k: usize, copy: f64) -> 
     let time = time(&mut d, copies, |d, i| Ok(d.matmul(&x[i], &weights[i], rows, Mode::Set, &mut out)?))?;
     let rate = bytes as f64 / time.seconds();
     let tflop = 2.0 * (rows * n * k) as f64 / time.seconds() / 1e12;
-    with(time.fields(), json!({ "weight_bytes_of_copy_bandwidth": rate / copy, "tflop_per_s": tflop }))
+    let Some(Encoding::Packed(packed)) = Encoding::of(format) else { anyhow::bail!("{format} has no kernels") };
+    let kernel = packed.kernel(u32::try_from(rows)?);
+    with(
+        time.fields(),
+        json!({ "kernel": kernel, "weight_bytes_of_copy_bandwidth": rate / copy, "tflop_per_s": tflop }),
+    )
 }
 
 pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let copy = copy_bandwidth(args, out)?;
     let (n, k) = if args.smoke { (64, 256) } else { (14336, 4096) };
-    let rows: &[usize] = if args.smoke { &[1, 20] } else { &[1, 4, 16, 64, 512] };
+    let rows: &[usize] = if args.smoke { &[1, 20] } else { &[1, 4, 8, 16, 512] };
     for format in FORMATS {
         for &rows in rows {
             let key = json!({ "format": format.to_string(), "rows": rows, "n": n, "k": k });
