@@ -222,11 +222,9 @@ impl NodeLoop {
     /// Adds the disk tier of its prefix cache, whose blocks it learns before anything else.
     #[must_use]
     pub(crate) fn caching_in(mut self, opened: Option<Opened>) -> Self {
-        if let Some((cache_dir, found)) = opened {
-            self.cache_dir = Some(cache_dir);
-            self.step(Event::Disk(found));
-        }
-        self
+        let (cache_dir, found) = opened.unzip();
+        found.into_iter().for_each(|found| self.step(Event::Disk(found)));
+        Self { cache_dir, ..self }
     }
 
     /// Marks it as additional memory of an instance, for the metrics' names.
