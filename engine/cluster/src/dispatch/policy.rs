@@ -182,7 +182,10 @@ impl LeastWork {
         // Memory becomes free evenly while what is there is done, and none after that.
         let memory_us = match of.blocks_total {
             0 => 0.0,
-            _ => (as_f64(lacking.unsigned_abs()) / as_f64(used.max(1).unsigned_abs())).min(1.0) * (prefill_us + decode_us),
+            _ => {
+                (as_f64(lacking.unsigned_abs()) / as_f64(used.max(1).unsigned_abs())).min(1.0)
+                    * (prefill_us + decode_us)
+            }
         };
         Prediction { prefill_us, saved_us, decode_us, memory_us }
     }
