@@ -72,7 +72,14 @@ pub fn lagoon_at(namespace: Option<&str>, pace: Option<&Path>, arguments: &[&str
     command.env("LAGOON_CUBLASLT", "none");
     // Calibrations are cached beside the binary, for the next test.
     command.env("XDG_CACHE_HOME", binary.with_file_name("test-cache"));
+    // Shaders are cached where tests in this process cache them: Mesa compiles those of a model for up to a minute.
+    command.envs(user_cache().map(|dir| ("MESA_SHADER_CACHE_DIR", dir)));
     command
+}
+
+fn user_cache() -> Option<PathBuf> {
+    let set = |name| std::env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))
 }
 
 /// Exit code and outputs of a command that has ended.
@@ -199,7 +206,10 @@ impl Server {
             let _ = std::io::copy(&mut stdout, &mut std::io::sink());
         });
         let mut server = Self { child, stdin, stderr, ready: Value::Null };
-        let line = line.recv_timeout(TIMEOUT).unwrap();
+        let Ok(line) = line.recv_timeout(TIMEOUT) else {
+            let _ = server.child.kill();
+            panic!("not ready within {TIMEOUT:?}: {:?}", server.ended());
+        };
         if line.is_empty() {
             return Err(server.ended());
         }

@@ -120,25 +120,6 @@ fn several_hosts_have_a_relay_each() {
     world.check_empty();
 }
 
-/// Hosts are known from greetings: once the debtor knows both creditors, KV that its own host cannot hold is divided evenly.
-#[test]
-fn creditors_on_another_host_hold_equal_parts() {
-    for (host, even) in [("b", true), ("a", false), ("", false)] {
-        let mut world = World::pool(pool(), None, &[debtor(), on(host, 30), on(host, 30)]);
-        let mut parts = Vec::new();
-        for (n, seed) in [2, 3, 4].into_iter().enumerate() {
-            world.submit(0, greedy(prompt(seed, TOKENS, 128), ANSWER));
-            world.run_until(|w| !w.requests[n].tokens.is_empty() || w.requests[n].is_over());
-            parts = world.live(0).status().sequences[0].remote_blocks.values().copied().collect();
-            world.run();
-        }
-        println!("host {host:?}: {parts:?}");
-        assert_eq!(parts.len() == 2 && parts[0].abs_diff(parts[1]) <= 2, even, "host {host:?}: {parts:?}");
-        assert_equals_single("three prompts", &world, &pool());
-        world.check_empty();
-    }
-}
-
 /// A creditor that names no host is of an earlier version: it is asked directly, and so is one alone on its host.
 #[test]
 fn who_is_alone_is_asked_directly() {
