@@ -8,13 +8,14 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
+use crate::times::Times;
 use crate::{clients, deny, gpu_rehearse, kernels, test, wgsl, workspace};
 
 /// Time limit of the demo's answer, after the build, as the README promises.
 const DEMO_SECONDS_MAX: u64 = 60;
 
 pub(crate) fn run(root: &Path) -> Result<bool> {
-    let mut times = test::Times::default();
+    let mut times = Times::default();
     let checks = [
         ("deny", times.of("deny", || good(deny::run(root)))),
         ("wgsl", times.of("wgsl", || good(wgsl::run(root)))),

@@ -26,6 +26,7 @@ mod skips;
 mod source;
 mod test;
 mod tidy;
+mod times;
 mod wgsl;
 mod workspace;
 

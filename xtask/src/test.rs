@@ -16,6 +16,7 @@ use crate::environment::{self, RuntimeDir};
 use crate::libtest::Tally;
 use crate::skips::{self, Listed, Skipped};
 use crate::tidy;
+use crate::times::Times;
 use crate::workspace;
 
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
@@ -52,30 +53,7 @@ pub(crate) struct Report {
     /// The failed steps.
     broken: Vec<&'static str>,
     outcome: Outcome,
-    /// Seconds of each step.
-    pub(crate) times: Times,
-}
-
-/// Steps of a long command, and their seconds: what to shorten.
-#[derive(Debug, Default)]
-pub(crate) struct Times(pub(crate) Vec<(&'static str, u64)>);
-
-impl Times {
-    /// Runs and measures a step.
-    pub(crate) fn of<T>(&mut self, name: &'static str, step: impl FnOnce() -> T) -> T {
-        let start = Instant::now();
-        let result = step();
-        self.0.push((name, start.elapsed().as_secs()));
-        result
-    }
-}
-
-impl Display for Times {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let all: u64 = self.0.iter().map(|(_, seconds)| seconds).sum();
-        let steps: Vec<String> = self.0.iter().map(|(name, seconds)| format!("{name} {seconds}")).collect();
-        write!(f, "{all} s: {}", steps.join(", "))
-    }
+    times: Times,
 }
 
 impl Report {
@@ -342,7 +320,7 @@ mod tests {
         for line in ["running 1 test", "test a::d ... FAILED", "test result: FAILED. 2 passed; 1 failed; 1 ignored"] {
             tally.line(line);
         }
-        let times = Times(vec![("fmt", 2), ("tests", 40)]);
+        let times = Times::from([("fmt", 2), ("tests", 40)]);
         let report = Report { broken: vec!["tests"], outcome: judge(&tally, &skipped("a::b"), &[], false), times };
         let want = "skipped, r: a::b a::c\nerror: a::b was skipped and tests/skips.toml does not list it\n\
             error: a::c was skipped and tests/skips.toml does not list it\nerror: a::d failed\nerror: failed: tests\n\

@@ -310,6 +310,9 @@ mod tests {
         let (fits, lacks) = (policy.predict(&full, &ask(1), 0), policy.predict(&full, &ask(5_000), 0));
         assert!(fits.memory_us > 0.0, "what is left is kept for growth: {fits:?}");
         assert!(lacks.memory_us > fits.memory_us && lacks.memory_us.is_finite(), "{lacks:?}");
+        // No more memory comes when all is done there: the rest is borrowed.
+        let larger = policy.predict(&instance(), &ask(32_000), 0);
+        assert_eq!(larger.memory_us, larger.prefill_us + larger.decode_us);
     }
 
     /// The old policy sends a request to the instance with the longest queue if that has most free memory.
