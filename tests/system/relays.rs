@@ -120,6 +120,24 @@ fn several_hosts_have_a_relay_each() {
     world.check_empty();
 }
 
+/// What crosses to other hosts is divided evenly, once the debtor is connected to the creditors there: their `Hello` names the host.
+#[test]
+fn creditors_on_another_host_hold_equal_parts() {
+    let mut world = World::pool(pool(), None, &[debtor(), on("b", 30), on("b", 30)]);
+    let parts = |seed, world: &mut World| -> Vec<u32> {
+        let n = world.submit(0, greedy(prompt(seed, TOKENS, 128), ANSWER));
+        world.run_until(|w| !w.requests[n].tokens.is_empty() || w.requests[n].is_over());
+        let parts = world.live(0).status().sequences[0].remote_blocks.values().copied().collect();
+        world.run();
+        // The gManager's advice is as old as heartbeats.
+        world.run_for(1_000);
+        parts
+    };
+    assert_eq!(parts(2, &mut world), [28], "to a stranger: its host is not known yet");
+    assert_eq!(parts(3, &mut world), [1, 27], "as the first answer grew, the debtor met the other one: it lends the most now");
+    assert_eq!(parts(4, &mut world), [14, 14]);
+}
+
 /// A creditor that names no host is of an earlier version: it is asked directly, and so is one alone on its host.
 #[test]
 fn who_is_alone_is_asked_directly() {

@@ -26,6 +26,16 @@ impl Tally {
         }
     }
 
+    /// Adds the tests of another command.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.failures.extend(other.failures);
+        self.ignored.extend(other.ignored);
+        self.targets.extend(other.targets);
+        self.running += other.running;
+    }
+
     /// Counts failed tests as passed.
     pub(crate) fn passes_alone(&mut self, names: &[String]) {
         self.passed += names.len();

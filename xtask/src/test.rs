@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Display, Formatter};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -18,6 +18,9 @@ use crate::skips::{self, Listed, Skipped};
 use crate::tidy;
 use crate::times::Times;
 use crate::workspace;
+
+/// Begin of the names of tests that start real processes.
+const PROCESSES: &str = "process_";
 
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
 const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
@@ -158,13 +161,19 @@ fn tests(root: &Path) -> Result<Outcome> {
     let runtime = RuntimeDir::new()?;
     let log = runtime.path().join("skipped");
     let listed = skips::listed(root)?;
-    let mut tally = Tally::default();
-    let mut whole = workspace::cargo();
-    whole
-        .args(["test", "--locked", "--release", "--workspace", "--no-fail-fast"])
-        .env("XDG_RUNTIME_DIR", runtime.path())
-        .env(SKIP_LOG, &log);
-    let mut whole_good = harness(root, whole, &mut tally)?;
+    // Tests of real processes mostly wait: they run beside all others.
+    let part = |filter: &[&str]| {
+        let mut command = workspace::cargo();
+        command
+            .args(["test", "--locked", "--release", "--workspace", "--no-fail-fast"])
+            .args(filter)
+            .env("XDG_RUNTIME_DIR", runtime.path())
+            .env(SKIP_LOG, &log);
+        command
+    };
+    let processes = part(&["--lib", "--bins", "--tests", "--", PROCESSES]);
+    let others = part(&["--", "--skip", PROCESSES]);
+    let (mut tally, mut whole_good) = beside(root, others, processes)?;
     let flaky = alone(&tally);
     if !flaky.is_empty() {
         let mut again = workspace::cargo();
@@ -175,12 +184,12 @@ fn tests(root: &Path) -> Result<Outcome> {
             .env("XDG_RUNTIME_DIR", runtime.path())
             .env(SKIP_LOG, &log);
         let mut second = Tally::default();
-        if harness(root, again, &mut second)? && second.passed == flaky.len() {
+        if harness(root, again, &mut second, &mut io::stdout())? && second.passed == flaky.len() {
             tally.passes_alone(&flaky);
             whole_good = true;
         }
     }
-    let loom_good = harness(root, loom(root), &mut tally)?;
+    let loom_good = harness(root, loom(root), &mut tally, &mut io::stdout())?;
     let text = if log.exists() {
         std::fs::read_to_string(&log).context("read the log of skipped tests")?
     } else {
@@ -198,7 +207,7 @@ const AGAIN_MAX: usize = 3;
 fn alone(tally: &Tally) -> Vec<String> {
     let whole = tally.running == 0 && tally.failed == tally.failures.len() && tally.failed <= AGAIN_MAX;
     let whole = whole && tally.targets.iter().eq(["-p lagoon-tests --test system"]);
-    let of_processes = tally.failures.iter().all(|name| name.starts_with("process_"));
+    let of_processes = tally.failures.iter().all(|name| name.starts_with(PROCESSES));
     if whole && of_processes { tally.failures.iter().cloned().collect() } else { Vec::new() }
 }
 
@@ -214,10 +223,23 @@ fn loom(root: &Path) -> Command {
     command
 }
 
-/// Runs tests, prints and counts their output; returns whether the command succeeded.
-fn harness(root: &Path, mut command: Command, tally: &mut Tally) -> Result<bool> {
+/// Runs two commands at once, and prints the second's output when both have ended; returns their tests, and whether both succeeded.
+fn beside(root: &Path, first: Command, second: Command) -> Result<(Tally, bool)> {
+    let (mut tally, mut other, mut output) = (Tally::default(), Tally::default(), Vec::new());
+    let (first_good, second_good) = std::thread::scope(|scope| {
+        let second = scope.spawn(|| harness(root, second, &mut other, &mut output));
+        (harness(root, first, &mut tally, &mut io::stdout()), second.join())
+    });
+    io::stdout().write_all(&output).context("print the tests' output")?;
+    let second_good = second_good.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+    tally.add(other);
+    Ok((tally, first_good? && second_good))
+}
+
+/// Runs tests, writes and counts their output; returns whether the command succeeded.
+fn harness(root: &Path, mut command: Command, tally: &mut Tally, output: &mut impl Write) -> Result<bool> {
     let arguments: Vec<_> = command.get_args().map(|a| a.to_string_lossy().into_owned()).collect();
-    heading(&format!("cargo {}", arguments.join(" ")));
+    writeln!(output, "\n== cargo {}", arguments.join(" "))?;
     command.current_dir(root).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().context("run cargo test")?;
     let stderr = child.stderr.take();
@@ -229,7 +251,7 @@ fn harness(root: &Path, mut command: Command, tally: &mut Tally) -> Result<bool>
     if let Some(stdout) = child.stdout.take() {
         for line in BufReader::new(stdout).split(b'\n') {
             let line = String::from_utf8_lossy(&line.context("read the tests' output")?).into_owned();
-            println!("{line}");
+            writeln!(output, "{line}")?;
             tally.line(line.trim_end());
         }
     }

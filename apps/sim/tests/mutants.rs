@@ -45,6 +45,13 @@ fn hunt_read(mutant: transfer::Mutant) -> (u64, Failure) {
     hunt_with(&format!("{mutant:?}"), ROLES, |on| transfer::choose(on.then_some(mutant)))
 }
 
+/// The shortest history found that fails as `failure`.
+fn shortest(scenario: &Scenario, failure: &Failure) -> String {
+    let shrunk = shrink(scenario, failure, Duration::from_secs(5));
+    let ops: String = shrunk.ops.iter().map(|op| format!("  {op}\n")).collect();
+    format!("the shortest history found, {} of {} lines:\n{ops}", shrunk.ops.len(), scenario.ops.len())
+}
+
 /// As [`hunt`], for a mutant that `choose` turns on.
 fn hunt_with(mutant: &str, limits: Limits, choose: impl Fn(bool)) -> (u64, Failure) {
     for seed in 0..SEEDS {
@@ -52,11 +59,11 @@ fn hunt_with(mutant: &str, limits: Limits, choose: impl Fn(bool)) -> (u64, Failu
         choose(true);
         let result = run(&scenario);
         if let Err(failure) = result {
-            let shrunk = shrink(&scenario, &failure, Duration::from_secs(5));
+            println!("{mutant}: seed {seed}: {failure}");
+            if std::env::var_os("LAGOON_SHRINK").is_some() {
+                println!("{}", shortest(&scenario, &failure));
+            }
             choose(false);
-            let ops: String = shrunk.ops.iter().map(|op| format!("  {op}\n")).collect();
-            let (lines, of) = (shrunk.ops.len(), scenario.ops.len());
-            println!("{mutant}: seed {seed}: {failure}\nthe shortest history found, {lines} of {of} lines:\n{ops}");
             assert_eq!(run(&scenario).err(), None, "seed {seed} fails without the mistake, too");
             return (seed, failure);
         }
@@ -66,8 +73,13 @@ fn hunt_with(mutant: &str, limits: Limits, choose: impl Fn(bool)) -> (u64, Failu
 }
 
 #[test]
-fn a_double_grant_is_found() {
-    hunt(Mutant::DoubleGrant);
+fn a_double_grant_is_found_and_its_history_shrunk() {
+    let (seed, failure) = hunt(Mutant::DoubleGrant);
+    let scenario = Scenario::draw(seed, Limits::default());
+    choose(Some(Mutant::DoubleGrant));
+    let shrunk = shrink(&scenario, &failure, Duration::from_secs(5));
+    choose(None);
+    assert!(shrunk.ops.len() < scenario.ops.len(), "all {} lines are kept", scenario.ops.len());
 }
 
 #[test]
