@@ -73,7 +73,9 @@ pub fn lagoon_at(namespace: Option<&str>, pace: Option<&Path>, arguments: &[&str
     // Calibrations are cached beside the binary, for the next test.
     command.env("XDG_CACHE_HOME", binary.with_file_name("test-cache"));
     // Shaders are cached where tests in this process cache them: Mesa compiles those of a model for up to a minute.
-    command.envs(user_cache().map(|dir| ("MESA_SHADER_CACHE_DIR", dir)));
+    if std::env::var_os("MESA_SHADER_CACHE_DIR").is_none() {
+        command.envs(user_cache().map(|dir| ("MESA_SHADER_CACHE_DIR", dir)));
+    }
     command
 }
 
@@ -206,9 +208,9 @@ impl Server {
             let _ = std::io::copy(&mut stdout, &mut std::io::sink());
         });
         let mut server = Self { child, stdin, stderr, ready: Value::Null };
-        let Ok(line) = line.recv_timeout(TIMEOUT) else {
+        let Ok(line) = line.recv_timeout(3 * TIMEOUT) else {
             let _ = server.child.kill();
-            panic!("not ready within {TIMEOUT:?}: {:?}", server.ended());
+            panic!("not ready within {:?}: {:?}", 3 * TIMEOUT, server.ended());
         };
         if line.is_empty() {
             return Err(server.ended());

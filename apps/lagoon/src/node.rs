@@ -11,9 +11,8 @@ use crate::node_metrics::{NodeMetrics, record_certificate, record_prefill_times}
 use crate::node_status::{About, NodeStatus};
 use crate::numbers::{Claim, Numbers};
 use crate::partial_waits::PartialWaits;
-use crate::permissions;
+use crate::{permissions, shutdown};
 use crate::pool_client::role_name;
-use crate::shutdown;
 use crate::tier_kind::TierKind;
 use crate::transfers::{Completion, Transfers};
 use crate::turn::Turn;
@@ -223,8 +222,9 @@ impl NodeLoop {
     #[must_use]
     pub(crate) fn caching_in(mut self, opened: Option<Opened>) -> Self {
         let (cache_dir, found) = opened.unzip();
+        self.cache_dir = cache_dir;
         found.into_iter().for_each(|found| self.step(Event::Disk(found)));
-        Self { cache_dir, ..self }
+        self
     }
 
     /// Marks it as additional memory of an instance, for the metrics' names.

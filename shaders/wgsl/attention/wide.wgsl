@@ -5,18 +5,35 @@
 //#include rows
 //#include softcap
 
-// Quads 4i to 4i + 3 of the queries of an item, by columns; zeros where there is none.
-fn queries(work: Work, item: u32, kv_head: u32, i: u32) -> mat4x4<f32> {
-    let head = kv_head * params.group + item % params.group;
-    let at = (work.row0 + item / params.group) * params.q_stride + head * params.head_dim;
-    var all = mat4x4<f32>();
-    for (var j = 0u; j < 16u; j++) {
-        let e = i * 16u + j;
-        if item < work.rows * params.group && e < params.head_dim {
-            all[j / 4u][j % 4u] = q[at + e];
+// Queries, then outputs, of each invocation's eight items. Each touches its own alone: what happens once for each quad is a loop over
+// this memory, as a compiler takes minutes over many branches in a row.
+var<workgroup> quads: array<vec4<f32>, 64u * HEAD_QUADS>;
+
+fn place(tid: u32, i: u32) -> u32 {
+    return (tid * 8u + i) * HEAD_QUADS;
+}
+
+// Copies the queries of an invocation's items; zeros where there is none.
+fn take_queries(work: Work, kv_head: u32, tid: u32) {
+    for (var n = 0u; n < 8u * HEAD_QUADS; n++) {
+        let item = work.item0 + n / HEAD_QUADS * 8u + tid;
+        let e = n % HEAD_QUADS * 4u;
+        let at = (work.row0 + item / params.group) * params.q_stride
+            + (kv_head * params.group + item % params.group) * params.head_dim + e;
+        var quad = vec4<f32>();
+        for (var j = 0u; j < 4u; j++) {
+            if item < work.rows * params.group && e + j < params.head_dim {
+                quad[j] = q[at + j];
+            }
         }
+        quads[place(tid, 0u) + n] = quad;
     }
-    return all;
+}
+
+// Quads 4i to 4i + 3, by columns, of those from `at`.
+fn four(at: u32, i: u32) -> mat4x4<f32> {
+    let first = at + i * 4u;
+    return mat4x4<f32>(quads[first], quads[first + 1u], quads[first + 2u], quads[first + 3u]);
 }
 
 // Quad `quad` of the rows of four keys or values, by columns. Where a head ends before, its last quad again: the queries are zeros
@@ -94,10 +111,10 @@ fn wide(
     // Names of the items: a to h. Compilers keep names apart from each other more surely than elements of an array.
     //#each 8 let item${i} = work.item0 + ${i}u * 8u + tid; let slope${i} = slope_of(item${i}, kv_head);
     //#each 8 var m${i} = Softmax(NEG_MAX, 0.0, vec4<f32>(), 1.0);
-    //#each ${HEAD_QUADS}/4 let qa${i} = queries(work, item0, kv_head, ${i}u); let qb${i} = queries(work, item1, kv_head, ${i}u);
-    //#each ${HEAD_QUADS}/4 let qc${i} = queries(work, item2, kv_head, ${i}u); let qd${i} = queries(work, item3, kv_head, ${i}u);
-    //#each ${HEAD_QUADS}/4 let qe${i} = queries(work, item4, kv_head, ${i}u); let qf${i} = queries(work, item5, kv_head, ${i}u);
-    //#each ${HEAD_QUADS}/4 let qg${i} = queries(work, item6, kv_head, ${i}u); let qh${i} = queries(work, item7, kv_head, ${i}u);
+    take_queries(work, kv_head, tid);
+    //#each 8 let at${i} = place(tid, ${i}u);
+    //#each ${HEAD_QUADS}/4 let qa${i} = four(at0, ${i}u); let qb${i} = four(at1, ${i}u); let qc${i} = four(at2, ${i}u); let qd${i} = four(at3, ${i}u);
+    //#each ${HEAD_QUADS}/4 let qe${i} = four(at4, ${i}u); let qf${i} = four(at5, ${i}u); let qg${i} = four(at6, ${i}u); let qh${i} = four(at7, ${i}u);
     //#each ${HEAD_QUADS}/4 var oa${i} = mat4x4<f32>(); var ob${i} = mat4x4<f32>(); var oc${i} = mat4x4<f32>(); var od${i} = mat4x4<f32>();
     //#each ${HEAD_QUADS}/4 var oe${i} = mat4x4<f32>(); var of${i} = mat4x4<f32>(); var og${i} = mat4x4<f32>(); var oh${i} = mat4x4<f32>();
 
@@ -126,8 +143,9 @@ fn wide(
 
     // An item that sees nothing of this span weighs nothing in `reduce`; its own output is meaningless by contract.
     //#each 8 let f${i} = finish(work, item${i}, kv_head, m${i});
-    //#each ${HEAD_QUADS}/4 leave(work, item0, kv_head, ${i}u, oa${i} * f0); leave(work, item1, kv_head, ${i}u, ob${i} * f1); leave(work, item2, kv_head, ${i}u, oc${i} * f2); leave(work, item3, kv_head, ${i}u, od${i} * f3);
-    //#each ${HEAD_QUADS}/4 leave(work, item4, kv_head, ${i}u, oe${i} * f4); leave(work, item5, kv_head, ${i}u, of${i} * f5); leave(work, item6, kv_head, ${i}u, og${i} * f6); leave(work, item7, kv_head, ${i}u, oh${i} * f7);
+    //#each ${HEAD_QUADS}/4 set_four(at0, ${i}u, oa${i} * f0); set_four(at1, ${i}u, ob${i} * f1); set_four(at2, ${i}u, oc${i} * f2); set_four(at3, ${i}u, od${i} * f3);
+    //#each ${HEAD_QUADS}/4 set_four(at4, ${i}u, oe${i} * f4); set_four(at5, ${i}u, of${i} * f5); set_four(at6, ${i}u, og${i} * f6); set_four(at7, ${i}u, oh${i} * f7);
+    leave(work, kv_head, tid);
 }
 
 // Leaves an item's log-sum-exp; returns the factor of its output.
@@ -145,17 +163,26 @@ fn finish(work: Work, item: u32, kv_head: u32, softmax: Softmax) -> f32 {
     return select(0.0, 1.0 / sum, seen);
 }
 
-// Leaves quads 4i to 4i + 3 of an item's output.
-fn leave(work: Work, item: u32, kv_head: u32, i: u32, values: mat4x4<f32>) {
-    if item >= work.rows * params.group {
-        return;
-    }
-    var all = values;
-    for (var j = 0u; j < 4u; j++) {
-        if work.part == WHOLE {
-            store(work.row0, item, kv_head, i * 4u + j, all[j]);
-        } else {
-            scratch[scratch_at(work.part, kv_head, item - work.item0) + i * 4u + j] = all[j];
+fn set_four(at: u32, i: u32, values: mat4x4<f32>) {
+    let first = at + i * 4u;
+    quads[first] = values[0];
+    quads[first + 1u] = values[1];
+    quads[first + 2u] = values[2];
+    quads[first + 3u] = values[3];
+}
+
+// Leaves the outputs of an invocation's items.
+fn leave(work: Work, kv_head: u32, tid: u32) {
+    for (var n = 0u; n < 8u * HEAD_QUADS; n++) {
+        let item = work.item0 + n / HEAD_QUADS * 8u + tid;
+        let quad = n % HEAD_QUADS;
+        if item < work.rows * params.group {
+            let value = quads[place(tid, 0u) + n];
+            if work.part == WHOLE {
+                store(work.row0, item, kv_head, quad, value);
+            } else {
+                scratch[scratch_at(work.part, kv_head, item - work.item0) + quad] = value;
+            }
         }
     }
 }

@@ -49,6 +49,7 @@ impl<E: Element> Dots<E> {
     /// The dots of `R` rows of `x` from `row` with `N` weight rows from `col`.
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const N: usize>(&self, row: usize, col: usize) {
+        const { assert!(R <= GROUP && N <= GROUP, "`each!` has as many constants") };
         // SAFETY: the rows are within the product.
         unsafe {
             let (x, w) = (self.x.add(row * self.x_stride), self.weight.add(col * self.k));

@@ -386,7 +386,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         if before == instance {
             return;
         }
-        let sent = self.instances.get_mut(&before).and_then(|of| of.end(id, self.now_ms));
+        let sent = self.instances.get_mut(&before).and_then(|of| of.leave(id));
         if let (Some(sent), Some(of)) = (sent, self.instances.get_mut(&instance)) {
             let tokens = of.send(id, Sent { at_ms: self.now_ms, began: false, cached: 0, ..sent });
             self.prefixes.note(&bound.waiting.arrival.prefix.hashes, instance, of.memory().computed);
@@ -415,7 +415,8 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     fn end(&mut self, id: RequestId, learned: Learned) {
         self.leave_queue(id);
         let Some(bound) = self.bound.remove(&id) else { return };
-        let sent = self.instances.get_mut(&bound.instance).and_then(|of| of.end(id, self.now_ms));
+        let was_there = learned.cached_tokens.is_some() || learned.answer_tokens.is_some();
+        let sent = self.instances.get_mut(&bound.instance).and_then(|of| of.end(id, was_there, self.now_ms));
         if let Some((sent, cached)) = sent.zip(learned.cached_tokens) {
             self.prefixes.learn(sent.cached, cached);
         }

@@ -40,9 +40,21 @@ pub(super) struct Sent {
 #[derive(Clone, Copy, Debug)]
 struct Freed {
     sent_ms: u64,
-    at_ms: u64,
+    /// Reports up to this time may count it.
+    until_ms: u64,
     blocks: u64,
     sequences: u32,
+}
+
+impl Freed {
+    /// A request that an instance of rBlocks of `block_tokens` had until `now_ms`. Times of reports are known less well than
+    /// [`DISPATCH_LAG_MS`]; but of requests that take no longer many end within it, and what a report no longer counts must not become
+    /// free twice: a quarter of their time at most.
+    fn new(sent: &Sent, block_tokens: u32, now_ms: u64) -> Self {
+        let lag_ms = DISPATCH_LAG_MS.min(now_ms.saturating_sub(sent.at_ms) / 4);
+        let (blocks, sequences) = (sent.ask.blocks(block_tokens), sent.ask.sequences.max(1));
+        Self { sent_ms: sent.at_ms, until_ms: now_ms + lag_ms, blocks, sequences }
+    }
 }
 
 /// An instance, and what went there.
@@ -103,7 +115,7 @@ impl<K: Copy> Instance<K> {
 
     /// Takes a newer report.
     pub(super) fn learn(&mut self, report: Report<K>, now_ms: u64) {
-        self.freed.retain(|freed| freed.at_ms + DISPATCH_LAG_MS > report.at_ms);
+        self.freed.retain(|freed| freed.until_ms > report.at_ms);
         self.behind_since_ms = self.behind_since_ms.filter(|since_ms| since_ms + DISPATCH_LAG_MS > report.at_ms);
         self.report = report;
         self.begin_with_report(now_ms);
@@ -157,14 +169,20 @@ impl<K: Copy> Instance<K> {
         Some(self.sent.remove(at).1)
     }
 
-    /// A request that ended, or was never there.
-    pub(super) fn end(&mut self, id: RequestId, now_ms: u64) -> Option<Sent> {
+    /// A request that ended. `was_there`: the instance answered; one that refused it, or was not reached, frees nothing.
+    pub(super) fn end(&mut self, id: RequestId, was_there: bool, now_ms: u64) -> Option<Sent> {
         let sent = self.take(id)?;
         // The next report may be from before its end.
-        if self.is_known() {
-            let (blocks, sequences) = (sent.ask.blocks(self.report.load.block_tokens), sent.ask.sequences.max(1));
-            self.freed.push(Freed { sent_ms: sent.at_ms, at_ms: now_ms, blocks, sequences });
+        if self.is_known() && (was_there || sent.began || self.is_reported(&sent)) {
+            self.freed.push(Freed::new(&sent, self.report.load.block_tokens, now_ms));
         }
+        self.update();
+        Some(sent)
+    }
+
+    /// Takes a request out that went elsewhere: the instance refused it, or is lost.
+    pub(super) fn leave(&mut self, id: RequestId) -> Option<Sent> {
+        let sent = self.take(id)?;
         self.update();
         Some(sent)
     }
@@ -325,17 +343,17 @@ mod tests {
         of.learn(report(1_100, some(4)), 1_100);
         assert_eq!(of.room(1_100).blocks, 46, "now it counts it");
         // What ends is free at once, and once.
-        of.end(RequestId(1), 1_200).unwrap();
+        of.end(RequestId(1), true, 1_200).unwrap();
         assert_eq!(of.room(1_200).blocks, 58);
+        of.learn(report(1_249, some(4)), 1_249);
+        assert_eq!(of.room(1_249).blocks, 58, "50 ms are a quarter of its time");
         of.learn(report(1_250, some(4)), 1_250);
-        assert_eq!(of.room(1_250).blocks, 58);
-        of.learn(report(1_300, some(4)), 1_300);
-        assert_eq!(of.room(1_300).blocks, 46);
+        assert_eq!(of.room(1_250).blocks, 46);
         // What was never reported frees nothing.
         of.send(RequestId(3), sent(1_300, 15));
-        of.end(RequestId(3), 1_301).unwrap();
+        of.end(RequestId(3), true, 1_301).unwrap();
         assert_eq!(of.room(1_301).blocks, 46);
-        assert!(of.end(RequestId(3), 1_302).is_none());
+        assert!(of.end(RequestId(3), true, 1_302).is_none());
     }
 
     /// A chat's next turn comes at the end of the one before, which a report that arrives then still counts.
@@ -343,14 +361,44 @@ mod tests {
     fn a_report_from_before_a_requests_end_is_corrected() {
         let mut of = Instance::new(report(1_000, some(4)), 1_000);
         of.send(RequestId(1), sent(1_010, 159));
-        of.end(RequestId(1), 1_200).unwrap();
+        of.end(RequestId(1), true, 1_200).unwrap();
         assert_eq!(of.room(1_200), Room { places: 2, blocks: 46, is_near_idle: true }, "the report is from before it");
-        for at_ms in [1_020, 1_150] {
+        for at_ms in [1_020, 1_150, 1_220] {
             of.learn(report(at_ms, some(4)), 1_210);
             assert_eq!(of.room(1_210), Room { places: 3, blocks: 58, is_near_idle: true }, "from its time");
         }
         of.learn(report(1_300, some(4)), 1_310);
         assert_eq!(of.room(1_310), Room { places: 2, blocks: 46, is_near_idle: true }, "from after its end");
+    }
+
+    /// A refusing instance would look the emptier the more it refuses.
+    #[test]
+    fn what_an_instance_refused_frees_nothing() {
+        let mut of = Instance::new(report(1_000, some(4)), 1_000);
+        for id in 1..4 {
+            of.send(RequestId(id), sent(1_010, 159));
+        }
+        of.leave(RequestId(1)).unwrap();
+        of.end(RequestId(2), false, 1_015).unwrap();
+        of.begin(RequestId(3));
+        of.end(RequestId(3), false, 1_200).unwrap();
+        of.learn(report(1_100, some(4)), 1_110);
+        assert_eq!(of.room(1_210), Room { places: 3, blocks: 58, is_near_idle: true }, "one had begun");
+    }
+
+    /// Ten requests a tenth of a second, each of which takes a twentieth: a report counts the five that run at its time.
+    #[test]
+    fn short_requests_become_free_once() {
+        let mut of = Instance::new(report(1_000, some(64)), 1_000);
+        for n in 0..30 {
+            of.send(RequestId(n), sent(1_000 + 10 * n, 15));
+            if n >= 5 {
+                of.end(RequestId(n - 5), true, 1_000 + 10 * n).unwrap();
+            }
+        }
+        of.learn(report(1_290, some(64)), 1_290);
+        let freed: u32 = of.freed.iter().filter(|freed| freed.sent_ms < 1_290).map(|freed| freed.sequences).sum();
+        assert!(freed <= 2, "{freed} of five");
     }
 
     #[test]
@@ -385,7 +433,7 @@ mod tests {
         assert!(!of.room(after).is_open(), "a report from before");
         of.learn(report(after + DISPATCH_LAG_MS, some(4)), after + DISPATCH_LAG_MS);
         assert_eq!(of.room(after + DISPATCH_LAG_MS).places, 2);
-        of.end(RequestId(2), after + DISPATCH_LAG_MS).unwrap();
+        of.end(RequestId(2), true, after + DISPATCH_LAG_MS).unwrap();
         assert_eq!(of.room(after + DISPATCH_LAG_MS).places, 3, "a report counts it again");
     }
 
