@@ -20,7 +20,8 @@ impl Times {
 impl Display for Times {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let all: Duration = self.0.iter().map(|(_, time)| *time).sum();
-        let steps: Vec<String> = self.0.iter().map(|(name, time)| format!("{name} {:.0}", time.as_secs_f64())).collect();
+        let steps: Vec<String> =
+            self.0.iter().map(|(name, time)| format!("{name} {:.0}", time.as_secs_f64())).collect();
         write!(f, "{:.0} s: {}", all.as_secs_f64(), steps.join(", "))
     }
 }

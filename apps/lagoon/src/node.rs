@@ -11,11 +11,11 @@ use crate::node_metrics::{NodeMetrics, record_certificate, record_prefill_times}
 use crate::node_status::{About, NodeStatus};
 use crate::numbers::{Claim, Numbers};
 use crate::partial_waits::PartialWaits;
-use crate::{permissions, shutdown};
 use crate::pool_client::role_name;
 use crate::tier_kind::TierKind;
 use crate::transfers::{Completion, Transfers};
 use crate::turn::Turn;
+use crate::{permissions, shutdown};
 use anyhow::Context as _;
 use lagoon_backend::DeviceError;
 use lagoon_instance::{DiskEvent, Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS, TransferEffect};

@@ -87,11 +87,11 @@ fn compiled_shim(mutant: Option<&Mutant>) -> Result<PathBuf, String> {
     let kind = if sanitize { "asan" } else { mutant.map_or("plain", |mutant| mutant.name) };
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("shim-{kind}-{:016x}.so", hash.finish()));
     compiled::once(&out, |fresh| match mutant {
-        None => compile(root, sanitize, fresh),
+        None => compile(root, if sanitize { SANITIZED } else { QUICK }, fresh),
         Some(mutant) => {
             let copy = &out.with_extension("src");
             copy_mutated(root, &files, mutant, copy);
-            let done = compile(copy, sanitize, fresh);
+            let done = compile(copy, if sanitize { SANITIZED } else { SOON }, fresh);
             // What is left does no harm.
             let _ = std::fs::remove_dir_all(copy);
             done
@@ -117,11 +117,16 @@ fn copy_mutated(root: &Path, files: &[PathBuf], mutant: &Mutant, to: &Path) {
     }
 }
 
-fn compile(root: &Path, sanitize: bool, out: &Path) -> Result<(), String> {
+/// Flags of a library that many cases run on, of one for a few cases, which is there sooner, and of one under the sanitizer.
+const QUICK: [&str; 2] = ["-O2", "-pthread"];
+const SOON: [&str; 2] = ["-O1", "-pthread"];
+const SANITIZED: [&str; 2] = ["-O1", "-fsanitize=address"];
+
+fn compile(root: &Path, flags: [&str; 2], out: &Path) -> Result<(), String> {
     let mut command = Command::new("c++");
     command.args(["-std=c++17", "-fPIC", "-shared", "-g1", "-DLAGOON_SHIM", "-Wall", "-Wextra", "-Werror"]);
     command.args(["-Wno-unknown-pragmas", "-ffp-contract=off"]);
-    command.args(if sanitize { ["-O1", "-fsanitize=address"] } else { ["-O2", "-pthread"] });
+    command.args(flags);
     command.arg("-o").arg(out).args([root.join("shim/shim.cpp"), root.join("shim/async.cpp")]);
     command.args(["-x", "c++"]).arg(root.join("kernels/all.cu")).arg(root.join("shim/faulty.cu"));
     // A preloaded sanitizer is for the tests, not for the compiler.
