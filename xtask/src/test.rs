@@ -131,7 +131,7 @@ pub(crate) fn report(root: &Path, lint: bool) -> Result<Report> {
 fn heading(text: &str) {
     println!("\n== {text}");
     // A heading that cannot be printed is no failure.
-    let _ = std::io::stdout().flush();
+    let _ = io::stdout().flush();
 }
 
 fn cargo(root: &Path, arguments: &[&str]) -> Result<bool> {
