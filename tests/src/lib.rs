@@ -35,8 +35,20 @@ pub fn skip(name: &str, reason: &str) {
 
 /// WebGPU on the software adapter.
 ///
+/// It has no wide kernels: each device compiles its own, and they take ten times the time of others. The conformance suite and the
+/// servers of process tests have them.
+///
 /// # Errors
 /// The backend's message, if there is none.
 pub fn wgpu() -> Result<lagoon_shaders::WgpuDevice, String> {
-    lagoon_shaders::WgpuDevice::open(&lagoon_shaders::AdapterChoice::Software).map_err(|error| error.to_string())
+    wgpu_with(lagoon_shaders::Options { wide_kernels: false, ..lagoon_shaders::Options::default() })
+}
+
+/// As [`wgpu`], with restrictions of its own.
+///
+/// # Errors
+/// As [`wgpu`].
+pub fn wgpu_with(options: lagoon_shaders::Options) -> Result<lagoon_shaders::WgpuDevice, String> {
+    let choice = lagoon_shaders::AdapterChoice::Software;
+    lagoon_shaders::WgpuDevice::open_with(&choice, options).map_err(|error| error.to_string())
 }

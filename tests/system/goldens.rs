@@ -73,3 +73,12 @@ fn wgpu_matches_transformers() {
         check(name, || lagoon_tests::wgpu().unwrap());
     }
 }
+
+#[test]
+fn wgpu_with_wide_kernels_matches_transformers() {
+    let open = || lagoon_tests::wgpu_with(lagoon_shaders::Options::default());
+    if let Err(reason) = open() {
+        return lagoon_tests::skip("wgpu_with_wide_kernels_matches_transformers", &reason);
+    }
+    check("yi", || open().unwrap());
+}
