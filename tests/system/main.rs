@@ -20,6 +20,7 @@ mod hand_back;
 mod hostile;
 mod hostile_frames;
 mod joint;
+mod joint_faults;
 mod left_behind;
 mod membership;
 mod micro_batches;
