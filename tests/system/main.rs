@@ -45,6 +45,7 @@ mod process_health;
 mod process_host_tier;
 mod process_hostile;
 mod process_http;
+mod process_joint;
 mod process_keys;
 mod process_kv_cache;
 mod process_metrics;
