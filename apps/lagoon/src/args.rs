@@ -8,7 +8,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args as _, Command, FromArgMatches};
 use lagoon_instance::SchedulerConfig;
 use lagoon_transport::{Identity, NodeRole, Subject};
-use lagoon_types::limits::{DEVICE_STUCK_MS, DRAFT_ROWS_MAX, JOINT_MEMBERS_MAX};
+use lagoon_types::limits::{DEVICE_STUCK_MS, DRAFT_ROWS_MAX, JOINT_MEMBERS_MAX, JOINT_TOKENS_MIN};
 use lagoon_types::{DType, KvDType};
 use std::path::PathBuf;
 
@@ -42,6 +42,18 @@ pub(crate) enum StageMemoryArg {
     Device,
     /// In host memory, which all workers on this host share.
     Host,
+}
+
+/// Where a sequence's KV lies on a device with virtual memory (CUDA).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum AddressRowsArg {
+    /// As `on`, but as `off` with --prefill-instances.
+    #[default]
+    Auto,
+    /// At consecutive virtual addresses, which attention reads without a block table.
+    On,
+    /// In rBlocks anywhere, which attention finds by a block table.
+    Off,
 }
 
 /// When a decode worker gets the KV of a prompt.
@@ -195,9 +207,15 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub(crate) target_tbt_ms: Option<u32>,
     /// Instances that compute a long prompt together, this one included: auto for as many as pay, 1 for this one alone. Not for
-    /// models with a sliding window in all layers, with --kv-groups=on, or on CUDA with virtual memory.
+    /// models with a sliding window in all layers, with --kv-groups=on or with --kv-address-rows=on.
     #[arg(long, value_name = "auto|N", default_value = "1", value_parser = parse_prefill_instances)]
     pub(crate) prefill_instances: u32,
+    /// Tokens to compute from which on a prompt is computed by several instances: for tests and benchmarks.
+    #[arg(long, value_name = "N", hide = true, default_value_t = JOINT_TOKENS_MIN)]
+    pub(crate) prefill_instances_tokens: u32,
+    /// Whether a sequence's KV has consecutive addresses on a device with virtual memory (CUDA).
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) kv_address_rows: AddressRowsArg,
     /// Keep KV in free memory and share it among requests with a common prefix. The time to first token then shows whether
     /// another client sent the same prefix before.
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
@@ -269,6 +287,24 @@ pub(crate) struct EngineArgs {
 const DRAFT_MODEL_TOKENS: u32 = 4;
 
 impl EngineArgs {
+    /// Whether sequences have address rows where the device has virtual memory. Joint prefill needs KV that a block table finds.
+    ///
+    /// # Errors
+    /// If both were asked for.
+    pub(crate) fn has_address_rows(&self) -> anyhow::Result<bool> {
+        let joint = self.prefill_instances != 1;
+        anyhow::ensure!(
+            self.kv_address_rows != AddressRowsArg::On || !joint,
+            "--prefill-instances needs KV that a block table finds, and --kv-address-rows=on asks for consecutive addresses\n\
+             hint: leave out --kv-address-rows, or --prefill-instances=1"
+        );
+        Ok(match self.kv_address_rows {
+            AddressRowsArg::Auto => !joint,
+            AddressRowsArg::On => true,
+            AddressRowsArg::Off => false,
+        })
+    }
+
     pub(crate) fn scheduler(&self) -> SchedulerConfig {
         let &Self { max_queue: queue, max_running: running, step_tokens: step_rows, .. } = self;
         SchedulerConfig { queue, running, step_rows, drafts: self.drafts(), draft_model: self.draft.is_some() }

@@ -1,6 +1,6 @@
 //! Opens the chosen device: everything below is generic over its backend.
 
-use crate::args::{CalibrateArg, EngineArgs, PrecisionArg, StageMemoryArg};
+use crate::args::{AddressRowsArg, CalibrateArg, EngineArgs, PrecisionArg, StageMemoryArg};
 use crate::calibrate::{Subject, calibrate};
 use crate::calibration_cache::{self as cache, Key};
 use crate::cuda_tuning;
@@ -207,9 +207,14 @@ impl<'a> Loading<'a> {
             attention.apply(&mut device, geometry, dtype);
         }
         let shape = model.config.kv_shape(sizes.kv_dtype);
-        let why_flat = (!sizes.lend).then(|| device.why_flat(shape, &requested_space(args, model, *sizes))).flatten();
+        let rows = args.has_address_rows()?;
+        let wanted = rows && !sizes.lend;
+        let why_flat = wanted.then(|| device.why_flat(shape, &requested_space(args, model, *sizes))).flatten();
         if let Some(why) = why_flat {
             tracing::warn!("sequences are contiguous in memory only by chance: {why}");
+        }
+        if !rows && args.kv_address_rows == AddressRowsArg::Auto {
+            tracing::info!("KV is found by a block table, not in address rows, as --prefill-instances needs");
         }
         Ok(device)
     }
@@ -226,7 +231,7 @@ impl<'a> Loading<'a> {
         let weights = model.load(&mut device, args.dtype)?;
         // KV that debtors map has flat addresses, as on devices without virtual memory.
         let space = match device.virtual_memory() {
-            Some(memory) if !sizes.lend => {
+            Some(memory) if !sizes.lend && args.has_address_rows()? => {
                 memory.kv_space(model.config.kv_shape(sizes.kv_dtype), requested_space(args, model, sizes))
             }
             _ => KvSpace::flat(sizes.blocks_total, args.block_tokens),

@@ -228,6 +228,7 @@ struct Addrs {
 /// Refuses contradicting flags.
 fn check(args: &ServeArgs) -> anyhow::Result<()> {
     args.front.front()?;
+    args.engine.has_address_rows()?;
     anyhow::ensure!(
         args.tier == TierArg::Device || args.role == RoleArg::Kv,
         "--tier is for kv nodes\nhint: an instance gets host memory besides its own with --host-kv-tokens"
@@ -598,7 +599,7 @@ fn instance_config(
         link_bytes_per_s: LINK_BYTES_PER_S,
         attention_flops: ATTENTION_FLOPS,
         prefix_cache: engine.prefix_cache,
-        joint: JointConfig::of(engine.prefill_instances),
+        joint: JointConfig { instances: engine.prefill_instances, tokens_min: engine.prefill_instances_tokens },
         target_step_ms: engine.target_tbt_ms,
         transfer: None,
         lent: None,

@@ -4,7 +4,7 @@ use crate::batch::freeze::FrozenDebt;
 use crate::cx::prefix::PrefixStatus;
 use crate::cx::tiers::CacheTiersStatus;
 use crate::instance::Instance;
-use crate::joint::JointStatus;
+use crate::joint::{JointPart, JointStatus};
 use crate::look::Look;
 use crate::moves::{MovePace, MoveStatus};
 use crate::prefill::{LastTimes, PrefillStatus, StageUser};
@@ -118,6 +118,12 @@ impl Instance {
     #[must_use]
     pub fn role(&self) -> (Role, Option<Role>) {
         (self.cx.standing.roles.now(), self.cx.standing.roles.becoming())
+    }
+
+    /// The joint prefills that it owns, and its parts in those of others, for reading.
+    #[must_use]
+    pub fn joint_parts(&self) -> Vec<JointPart> {
+        self.joint.parts(self.cx.config.block_tokens)
     }
 
     /// The block tables, for reading: each block of a sequence, by position.

@@ -14,7 +14,8 @@ use lagoon_sim::place::address;
 use lagoon_sim::{Rng, SimRunner};
 use lagoon_transfer::{DeviceRegion, Region};
 use lagoon_types::limits::DRAFT_ROWS_MAX;
-use lagoon_types::{DType, KvDType, KvSpace};
+use lagoon_types::{DType, KvDType, KvSpace, StepId};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -119,6 +120,8 @@ pub struct Spec {
     pub piece_us: u64,
     pub step_ms: u64,
     pub remote_request_ms: u64,
+    /// Virtual time of each row of a step of the instance, besides.
+    pub row_us: u64,
     /// Sequences have address rows, as with virtual memory. Ignored if the store is shared.
     pub rows: bool,
     /// Takes part in KV transfer, whatever its role.
@@ -199,6 +202,7 @@ impl Spec {
             piece_us: 10,
             step_ms: 0,
             remote_request_ms: 0,
+            row_us: 0,
             rows: true,
             share: false,
             push: false,
@@ -218,6 +222,8 @@ struct Cost {
     /// A step of the instance, and one layer of a peer's step, besides.
     step_us: u64,
     remote_request_us: u64,
+    /// Each row of a step.
+    row_us: u64,
 }
 
 /// A device in virtual time: a real executor, whose work is done at once and takes its [`Cost`].
@@ -229,6 +235,8 @@ pub(super) struct TimedExecutor {
     /// The store's name and region, if it has peer access.
     lent: Option<(String, KvRegion)>,
     cost: Cost,
+    /// Rows of the steps that it was given.
+    rows: BTreeMap<StepId, u64>,
     /// Draws the times of pieces in shuffled runs.
     shuffle: Option<Rng>,
 }
@@ -238,6 +246,9 @@ impl SimRunner for TimedExecutor {
     const PREEMPTIVE: bool = false;
 
     fn push(&mut self, command: Command, _: u64) {
+        if let Command::Step(work) = &command {
+            self.rows.insert(work.step, work.tokens.len() as u64);
+        }
         self.engine.push(command);
     }
 
@@ -246,14 +257,14 @@ impl SimRunner for TimedExecutor {
         if !worked && reports.is_empty() {
             return None;
         }
-        let Cost { piece_us, step_us, remote_request_us } = self.cost;
-        let took_us = |report: &Report| match report {
-            Report::Done { .. } => step_us,
+        let Cost { piece_us, step_us, remote_request_us, row_us } = self.cost;
+        let mut took_us = |report: &Report| match report {
+            Report::Done { step, .. } => step_us + row_us * self.rows.remove(step).unwrap_or(0),
             Report::RemotePartial { .. } => remote_request_us,
             _ => 0,
         };
         let piece_us = self.shuffle.as_mut().map_or(piece_us, |rng| rng.below(8 * piece_us + 1));
-        Some(piece_us + reports.iter().map(took_us).sum::<u64>())
+        Some(piece_us + reports.iter().map(&mut took_us).sum::<u64>())
     }
 
     fn end(&mut self, _: u64, _: &mut Vec<Report>) {}
@@ -365,6 +376,7 @@ pub(super) fn device(
         piece_us: spec.piece_us,
         step_us: spec.step_ms * 1000,
         remote_request_us: spec.remote_request_ms * 1000,
+        row_us: spec.row_us,
     };
     let device = TimedExecutor {
         engine,
@@ -372,6 +384,7 @@ pub(super) fn device(
         is_staged: spec.stages() > 0,
         lent: lent.map(|region| (lent_name(index, life), region)),
         cost,
+        rows: BTreeMap::new(),
         shuffle,
     };
     (device, space(pool, spec, &config))

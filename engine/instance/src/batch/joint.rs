@@ -218,23 +218,26 @@ impl Batch {
     }
 
     /// Nothing more of a joint prefill starts here.
-    pub(crate) fn stop_joint(&mut self, id: SeqId) {
+    pub(crate) fn stop_joint(&mut self, cx: &Cx, id: SeqId) {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         if let Some(joint) = &mut seq.joint {
             joint.stopped = true;
-            // What is due here was never computed: it does not count as computed again.
-            seq.first_due = seq.blocks.lost().to_vec();
+            // What is due here, and what no member has begun, was never computed: it does not count as computed again.
+            let tokens = cx.config.block_tokens;
+            let elsewhere = joint.not_started().map(|blocks| blocks.start * tokens..blocks.end * tokens);
+            seq.first_due = seq.blocks.lost().iter().cloned().chain(elsewhere).collect();
         }
     }
 
     /// Ends the owner's joint prefill: what members have not computed, of each `computed` blocks of its lease, is lost and
-    /// computed here, or wherever there is memory. Without losses only the stripes are forgotten.
+    /// computed here, or wherever there is memory; of one that has not reported (`None`), all. Without losses only the stripes are
+    /// forgotten.
     pub(crate) fn end_joint(
         &mut self,
         cx: &mut Cx,
         prefills: &dyn PrefillQueries,
         id: SeqId,
-        computed: &BTreeMap<(InstanceId, LeaseId), u32>,
+        computed: &BTreeMap<(InstanceId, LeaseId), Option<u32>>,
     ) {
         let tokens = cx.config.block_tokens;
         let Some(seq) = self.seqs.get_mut(&id) else { return };
@@ -242,11 +245,15 @@ impl Batch {
             return;
         }
         let mut first_due = std::mem::take(&mut seq.first_due);
-        let is_missing =
-            |b: &RemoteBlock| computed.get(&(b.creditor, b.lease)).is_some_and(|computed| b.entry >= *computed);
+        let is_missing = |b: &RemoteBlock| {
+            computed.get(&(b.creditor, b.lease)).is_some_and(|computed| b.entry >= computed.unwrap_or(0))
+        };
+        let is_known = |b: &RemoteBlock| computed.get(&(b.creditor, b.lease)).is_some_and(Option::is_some);
         for (block, placement) in (0..).zip(seq.blocks.placements()) {
             if let Placement::Remote(b) = placement
                 && is_missing(b)
+                && is_known(b)
+                && !first_due.iter().any(|due| due.contains(&(block * tokens)))
             {
                 first_due.push(block * tokens..(block + 1) * tokens);
             }

@@ -99,6 +99,15 @@ impl Stripes {
         }
     }
 
+    /// Blocks of the other members' stripes whose last step has not started.
+    pub(crate) fn not_started(&self) -> impl Iterator<Item = Range<u32>> + '_ {
+        let waits = move |stripe: &u32| {
+            let of = self.layout.member_of(*stripe);
+            of != self.me && self.started[of as usize] < Some(*stripe)
+        };
+        (0..self.layout.stripes()).filter(waits).map(move |stripe| self.layout.blocks_of(stripe))
+    }
+
     /// Whether a step may compute positions from this block on.
     pub(crate) fn may_start(&self, block: u32) -> bool {
         let stripe = self.layout.stripe_of(block);
@@ -138,6 +147,8 @@ mod tests {
                 let of = layout.blocks_of(stripe);
                 prop_assert_eq!(of.start, next);
                 let member = layout.member_of(stripe);
+                // So a range that is due to a member, and a chunk of it, crosses into no other stripe.
+                prop_assert_ne!(member, layout.member_of(stripe + 1), "of neighbours");
                 for block in of.clone() {
                     prop_assert_eq!((layout.stripe_of(block), layout.entry(member, block)), (stripe, entries[member as usize]));
                     entries[member as usize] += 1;

@@ -51,6 +51,20 @@ pub(super) struct Member {
 }
 
 impl Member {
+    pub(super) fn stage(&self) -> &'static str {
+        match self.stage {
+            Stage::Gathering { .. } => "Gathering",
+            Stage::Meeting => "Meeting",
+            Stage::Granted => "Granted",
+            Stage::Running => "Running",
+        }
+    }
+
+    /// Blocks that this instance has computed.
+    pub(super) fn computed(&self) -> u32 {
+        self.computed
+    }
+
     pub(super) fn owner(&self) -> InstanceId {
         self.key.0
     }

@@ -43,6 +43,17 @@ pub struct JointStatus {
     pub computed_tokens: u64,
 }
 
+/// An instance's part in a joint prefill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JointPart {
+    /// It is the owner.
+    pub owns: bool,
+    /// Name of the state.
+    pub stage: &'static str,
+    /// Tokens that it has computed as a member.
+    pub computed_tokens: u32,
+}
+
 /// The joint prefill machine. See the module's documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Joints {
@@ -122,6 +133,17 @@ impl Joints {
         self.status
     }
 
+    /// Own joint prefills, and parts of others'.
+    pub(crate) fn parts(&self, block_tokens: u32) -> Vec<JointPart> {
+        let owned = self.owned.values().map(|owned| JointPart { owns: true, stage: owned.stage(), computed_tokens: 0 });
+        let part = |member: &Member| JointPart {
+            owns: false,
+            stage: member.stage(),
+            computed_tokens: member.computed() * block_tokens,
+        };
+        owned.chain(self.members.values().map(part)).collect()
+    }
+
     /// Parts of other instances' prompts that have memory and have not begun.
     pub(crate) fn waiting(&self) -> usize {
         self.members.values().filter(|member| member.waits()).count()
@@ -140,7 +162,9 @@ impl Joints {
             (Some(JointBody::Stripe(of)), own) => self.on_stripe(cx, batch, from, ((owner, job), own), of.stripe),
             (Some(JointBody::Willing(of)), Some(seq)) => self.on_willing(cx, batch, seq, (from, of.rows)),
             (Some(JointBody::Granted(granted)), Some(seq)) => self.on_granted(cx, batch, seq, from, granted),
-            (Some(JointBody::Left(left)), Some(seq)) => self.on_left(cx, batch, others, seq, from, &left),
+            (Some(JointBody::Left(left)), Some(seq)) => {
+                self.on_left(cx, batch, others, seq, from, (Some(left.blocks), &left.reason));
+            }
             // It connects this instance with a member, or comes too late.
             _ => {}
         }

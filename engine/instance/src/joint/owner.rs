@@ -7,7 +7,7 @@ use crate::cx::Cx;
 use crate::outcome::Outcome;
 use lagoon_cluster::BorrowedLease;
 use lagoon_protocol::{
-    Candidate, JointAsk, JointBody, JointEnd, JointGranted, JointLease, JointLeft, JointMember, JointPrompt, JointStart,
+    Candidate, JointAsk, JointBody, JointEnd, JointGranted, JointLease, JointMember, JointPrompt, JointStart,
 };
 use lagoon_types::limits::{JOINT_ASK_MS, JOINT_END_MS, JOINT_GRANT_MS, PREFILL_TOKENS_MAX};
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId};
@@ -28,10 +28,22 @@ enum Stage {
         sent_ms: u64,
         until_ms: u64,
     },
-    /// All compute. The members' leases, and how many blocks of them are computed, of members that have left.
-    Running { members: BTreeMap<InstanceId, LeaseId>, computed: BTreeMap<InstanceId, u32> },
+    /// All compute. The members' leases, and how many blocks of them are computed, of members that have left; `None` of lost ones.
+    Running { members: BTreeMap<InstanceId, LeaseId>, computed: BTreeMap<InstanceId, Option<u32>> },
     /// It ends early: members are asked what they have computed.
-    Ending { members: BTreeMap<InstanceId, LeaseId>, computed: BTreeMap<InstanceId, u32>, until_ms: u64 },
+    Ending { members: BTreeMap<InstanceId, LeaseId>, computed: BTreeMap<InstanceId, Option<u32>>, until_ms: u64 },
+}
+
+impl Stage {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Finding => "Finding",
+            Self::Asking { .. } => "Asking",
+            Self::Granting { .. } => "Granting",
+            Self::Running { .. } => "Running",
+            Self::Ending { .. } => "Ending",
+        }
+    }
 }
 
 /// An own joint prefill.
@@ -46,6 +58,10 @@ pub(super) struct Owned {
 }
 
 impl Owned {
+    pub(super) fn stage(&self) -> &'static str {
+        self.stage.name()
+    }
+
     /// A stripe was started or computed.
     pub(super) fn note_progress(&mut self, now_ms: u64) {
         self.progress_ms = now_ms;
@@ -223,7 +239,7 @@ impl Joints {
         true
     }
 
-    /// A candidate refuses, or a member leaves or has computed its stripes.
+    /// A candidate refuses, or a member leaves or has computed its stripes: `blocks` of its lease, `None` if it is lost.
     pub(super) fn on_left(
         &mut self,
         cx: &mut Cx,
@@ -231,7 +247,7 @@ impl Joints {
         others: Others<'_>,
         seq: SeqId,
         from: InstanceId,
-        left: &JointLeft,
+        (blocks, reason): (Option<u32>, &str),
     ) {
         let Some(owned) = self.owned.get_mut(&seq) else { return };
         match &mut owned.stage {
@@ -251,9 +267,9 @@ impl Joints {
                 if !members.contains_key(&from) || computed.contains_key(&from) {
                     return;
                 }
-                computed.insert(from, left.blocks);
-                if !left.reason.is_empty() {
-                    tracing::info!(seq = %seq, member = %from, reason = left.reason, "a member left a joint prefill");
+                computed.insert(from, blocks);
+                if !reason.is_empty() {
+                    tracing::info!(seq = %seq, member = %from, reason, "a member left a joint prefill");
                     self.end_owned(cx, batch, seq, "a member left");
                 }
                 self.end_if_reported(cx, batch, others, seq);
@@ -285,7 +301,7 @@ impl Joints {
         }
         owned.stage = Stage::Ending { members, computed, until_ms: cx.now_ms + JOINT_END_MS };
         self.status.ended += 1;
-        batch.stop_joint(seq);
+        batch.stop_joint(cx, seq);
         cx.emit(Outcome::StepLeft { seq });
     }
 
@@ -298,7 +314,7 @@ impl Joints {
             return;
         }
         let of =
-            |(member, lease): (&InstanceId, &LeaseId)| ((*member, *lease), computed.get(member).copied().unwrap_or(0));
+            |(member, lease): (&InstanceId, &LeaseId)| ((*member, *lease), computed.get(member).copied().flatten());
         let computed = members.iter().map(of).collect();
         self.owned.remove(&seq);
         batch.end_joint(cx, others.prefills, seq, &computed);
@@ -308,14 +324,7 @@ impl Joints {
     pub(super) fn owned_without(&mut self, cx: &mut Cx, batch: &mut Batch, others: Others<'_>, peer: InstanceId) {
         let seqs: Vec<SeqId> = self.owned.keys().copied().collect();
         for seq in seqs {
-            self.on_left(
-                cx,
-                batch,
-                others,
-                seq,
-                peer,
-                &JointLeft { blocks: 0, reason: "its connection was lost".into() },
-            );
+            self.on_left(cx, batch, others, seq, peer, (None, "its connection was lost"));
         }
     }
 
