@@ -14,7 +14,7 @@ use tokio::time::timeout;
 /// Budget for all bodies, in bytes.
 const BODIES_BYTES_MAX: usize = 1 << 30;
 /// Of one client's address, for IPv6 its /64.
-const ADDRESS_BYTES_MAX: usize = BODIES_BYTES_MAX / 4;
+const ADDRESS_BODIES_BYTES_MAX: usize = BODIES_BYTES_MAX / 4;
 
 /// The budget of a process. Clones share it.
 #[derive(Clone, Debug)]
@@ -101,9 +101,9 @@ impl Bodies {
 }
 
 impl Default for Bodies {
-    /// With [`BODIES_BYTES_MAX`] and [`ADDRESS_BYTES_MAX`].
+    /// With [`BODIES_BYTES_MAX`] and [`ADDRESS_BODIES_BYTES_MAX`].
     fn default() -> Self {
-        Self::with_limits(BODIES_BYTES_MAX, ADDRESS_BYTES_MAX)
+        Self::with_limits(BODIES_BYTES_MAX, ADDRESS_BODIES_BYTES_MAX)
     }
 }
 

@@ -32,13 +32,13 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            body_bytes_max: 32 << 20,
+            body_bytes_max: BODY_BYTES_MAX,
             sequences_max: SEQUENCES_MAX,
             stop_ids_max: 256,
             logprobs_max: 20,
             body_deadline: Duration::from_secs(30),
             headers_hold: Duration::from_secs(5),
-            keep_alive: Duration::from_secs(15),
+            keep_alive: STREAM_KEEP_ALIVE,
             first_token_deadline: Duration::from_secs(3600),
             token_deadline: Duration::from_secs(300),
             retry_after_s: 1,
@@ -46,6 +46,10 @@ impl Default for Limits {
     }
 }
 
+/// Default of [`Limits::body_bytes_max`].
+pub const BODY_BYTES_MAX: usize = 32 << 20;
+/// Default of [`Limits::keep_alive`].
+pub const STREAM_KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// Default of [`Limits::sequences_max`].
 pub const SEQUENCES_MAX: usize = 128;
 /// Maximum of inputs in one request for embeddings, as in OpenAI's API.

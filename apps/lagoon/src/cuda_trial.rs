@@ -21,7 +21,7 @@ const TIME_MAX: Duration = Duration::from_secs(3);
 /// Device memory limit of either, in bytes.
 const BYTES_MAX: u64 = 1 << 30;
 /// Time limit of the whole process: opening a device of a large machine takes several seconds.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const CUDA_TRIAL_DEADLINE: Duration = Duration::from_secs(60);
 /// Time for a killed process to end; one that hangs in the driver longer is left behind.
 const KILLED_MAX: Duration = Duration::from_secs(5);
 
@@ -182,7 +182,7 @@ pub(crate) fn ask(wanted: Wanted) -> anyhow::Result<Found> {
         format!("--dtype={}", wanted.dtype),
     ]);
     command.args(wanted.decode.then_some("--decode")).args(wanted.warpgroups.then_some("--warpgroups"));
-    let (lines, ended) = run_child(command, DEADLINE)?;
+    let (lines, ended) = run_child(command, CUDA_TRIAL_DEADLINE)?;
     Ok(read(&lines, &ended))
 }
 

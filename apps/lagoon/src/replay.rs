@@ -23,6 +23,7 @@ use lagoon_http::error::{ERROR_HEADER, HANDED_BACK, RATE_LIMIT_EXCEEDED};
 use lagoon_http::journal::{self, HAND_BACK_HEADER, Journal, Read, Resume};
 use lagoon_http::keys::TENANT_HEADER;
 use lagoon_http::{ApiError, Bodies, Caller, Holder, Limits, Share};
+use lagoon_types::limits::REPLAY_SILENCE_MS;
 use rand::Rng as _;
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -61,7 +62,7 @@ impl Default for ReplayLimits {
         Self {
             core: lagoon_cluster::dispatch::ReplayLimits::default(),
             pause: Duration::from_millis(250),
-            silence: Duration::from_secs(10),
+            silence: Duration::from_millis(REPLAY_SILENCE_MS),
         }
     }
 }

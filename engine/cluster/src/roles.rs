@@ -16,6 +16,7 @@
 
 use lagoon_protocol::Role;
 use lagoon_types::InstanceId;
+use lagoon_types::limits::{ROLE_DWELL_MS, ROLE_SUSTAIN_MS};
 use std::collections::BTreeMap;
 
 /// Configuration of the balancer.
@@ -33,7 +34,7 @@ pub struct BalancerConfig {
 
 impl Default for BalancerConfig {
     fn default() -> Self {
-        Self { sustain_ms: 5_000, dwell_ms: 30_000, window_ms: 5_000, spare_load: 0.5 }
+        Self { sustain_ms: ROLE_SUSTAIN_MS, dwell_ms: ROLE_DWELL_MS, window_ms: 5_000, spare_load: 0.5 }
     }
 }
 

@@ -24,7 +24,7 @@ const STACK_BYTES: usize = 256 << 20;
 /// Brackets of a grammar's text, nested or not, that the stack has room for.
 const BRACKETS_MAX: usize = 8192;
 /// Lines of a grammar's text: the compiler's time for the error of a long chain of rules grows with their square.
-const LINES_MAX: usize = 2000;
+const GRAMMAR_LINES_MAX: usize = 2000;
 /// Characters of the compiler's own message that are passed on.
 const MESSAGE_MAX: usize = 600;
 
@@ -219,8 +219,8 @@ fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
         Grammar::Lark(text) => {
             check_brackets(text)?;
             let lines = text.lines().count();
-            if lines > LINES_MAX {
-                return invalid(format!("the grammar has {lines} lines, but at most {LINES_MAX} are allowed"));
+            if lines > GRAMMAR_LINES_MAX {
+                return invalid(format!("the grammar has {lines} lines, but at most {GRAMMAR_LINES_MAX} are allowed"));
             }
             let is_gbnf = gbnf::begins_as_gbnf(text);
             Ok(TopLevelGrammar::from_lark(if is_gbnf { gbnf::to_lark(text)? } else { text.clone() }))

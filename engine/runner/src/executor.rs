@@ -132,6 +132,7 @@ pub struct Executor<D: Device> {
     mapped: BTreeMap<MapId, D::Kv>,
     memory: KvMemory,
     lent: Option<KvRegion>,
+    maps_peers: bool,
     stages: Option<Stages>,
     /// The last turn copied staged KV, if any waited: staging and passes alternate.
     staged_last: bool,
@@ -217,6 +218,7 @@ impl<D: Device> Executor<D> {
             }),
         };
         let remote_request = RemoteQueryBuffers::new(&mut device, shape.geometry, 64)?;
+        let maps_peers = device.peer_access().is_some();
         Ok(Self {
             device,
             config,
@@ -226,6 +228,7 @@ impl<D: Device> Executor<D> {
             stages,
             memory,
             lent,
+            maps_peers,
             staged_last: false,
             kv_shape,
             attention,
@@ -264,8 +267,8 @@ impl<D: Device> Executor<D> {
     }
 
     /// Whether the device can map creditors' memory ([`Command::Map`]).
-    pub fn maps_peers(&mut self) -> bool {
-        self.device.peer_access().is_some()
+    pub fn maps_peers(&self) -> bool {
+        self.maps_peers
     }
 
     /// The KV memory that transports read and fill; none if the configuration or the device has none.

@@ -235,8 +235,24 @@ pub const ADMISSION_RETRY_MAX_MS: u64 = 2_000;
 pub const GROWTH_BLOCKS: u32 = 2;
 /// Longest freeze of a debt for DGFM; a longer one in the gManager's order is cut.
 pub const FREEZE_MS_MAX: u64 = 30_000;
-/// Time to establish a connection to a peer.
+/// Time to establish a connection to a peer. A frame that waits for one for this long is dropped.
 pub const CONNECT_DEADLINE_MS: u64 = 5_000;
+/// Time of one attempt to connect, preface included.
+pub const CONNECT_ATTEMPT_MS: u64 = CONNECT_DEADLINE_MS / 2;
+/// Pause after a failed attempt to connect. Each further failure doubles it, up to [`CONNECT_PAUSE_MS_MAX`].
+pub const CONNECT_PAUSE_MS: u64 = 20;
+/// See [`CONNECT_PAUSE_MS`].
+pub const CONNECT_PAUSE_MS_MAX: u64 = 1_000;
+/// A peer that is silent for this long is lost.
+pub const PEER_SILENCE_MS: u64 = 2_500;
+/// Time between two keep-alives of a connection that carries nothing else.
+pub const PEER_KEEP_ALIVE_MS: u64 = 500;
+/// Bytes in flight or unread on one connection and direction.
+pub const CONNECTION_UNREAD_BYTES_MAX: u32 = 32 << 20;
+/// Unread bytes of all connections of one node (certificate), beside those that each begins with.
+pub const NODE_UNREAD_BYTES_MAX: u32 = 512 << 20;
+/// Accepted connections from one IPv4 address or /64 network of IPv6.
+pub const PEER_ADDRESS_CONNECTIONS_MAX: usize = INSTANCES_MAX * 4;
 
 /// Tokens of KV moved per step and growing sequence before any overlap was measured (v2 §7.4, Figure 12a).
 pub const MOVE_TOKENS_PER_STEP: u32 = 16;
@@ -261,6 +277,8 @@ pub const RECALL_PAUSE_MS: u64 = 2_000;
 const _: () = assert!(LEASE_ANSWER_MS < MOVE_RESERVE_MS && MOVE_RESERVE_MS * 2 < LEASE_TTL_MS);
 const _: () = assert!(RECALL_DEADLINE_MS < BORROW_DEADLINE_MS && MOVE_TOKENS_PER_STEP <= MOVE_TOKENS_PER_STEP_MAX);
 const _: () = assert!(HEARTBEAT_MS * 4 <= HEARTBEAT_STALE_MS);
+const _: () = assert!(PEER_KEEP_ALIVE_MS * 3 <= PEER_SILENCE_MS && CONNECT_PAUSE_MS <= CONNECT_PAUSE_MS_MAX);
+const _: () = assert!(CONNECTION_UNREAD_BYTES_MAX <= NODE_UNREAD_BYTES_MAX && HEARTBEAT_STALE_MS < REPLAY_SILENCE_MS);
 const _: () = assert!(HEARTBEAT_STALE_MS < FENCE_MS && FENCE_MS < LEASE_TTL_MS && FENCE_REPEAT_MS < LEASE_TTL_MS);
 const _: () = assert!(VIEW_MS <= HEARTBEAT_MS && PLAN_WAIT_MS < PLAN_MS && HEARTBEAT_MS < PLAN_WAIT_MS);
 const _: () = assert!(MOVE_RETRY_MS <= MOVE_RETRY_MAX_MS && MOVE_REST_MS <= MOVE_RETRY_MS);
@@ -373,6 +391,10 @@ pub const CACHE_TENANTS_MAX: usize = 16;
 pub const CACHE_DROPS_MAX: usize = 16;
 /// Block hashes of which a decode worker remembers the prefill worker that computed them.
 pub const AFFINITY_HASHES_MAX: usize = 1 << 15;
+/// Time for which one role must be short of instances, and the other have time to spare, before the gManager changes a role.
+pub const ROLE_SUSTAIN_MS: u64 = 5_000;
+/// Time between the end of a role change and the gManager's next one.
+pub const ROLE_DWELL_MS: u64 = 30_000;
 /// An instance whose new role takes no requests accepts them for this long after the order: dispatchers know of it then.
 pub const ROLE_GRACE_MS: u64 = 2_000;
 /// Time between two role orders to an instance until it acknowledges one.
@@ -479,6 +501,12 @@ pub const PREFIX_PLACES_MAX: usize = 1 << 17;
 pub const PREFIX_INSTANCES_MAX: usize = 8;
 /// Prefix hashes that a gateway and its gManager send each other at once, of prompts that were sent somewhere.
 pub const PLACED_HASHES_MAX: usize = 1 << 14;
+/// Instances that one request may lose before it fails.
+pub const REPLAYS_MAX: usize = 4;
+/// Time after a loss within which another instance must begin to answer.
+pub const REPLAY_DEADLINE_MS: u64 = 30_000;
+/// Silence after which an instance that the pool counts as dead is lost to the requests that it answers.
+pub const REPLAY_SILENCE_MS: u64 = 10_000;
 /// Tenants whose past share a gateway remembers.
 pub const DISPATCH_TENANTS_MAX: usize = 4096;
 

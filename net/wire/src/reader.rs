@@ -4,7 +4,7 @@ use crate::{Class, Frame, HEADER_BYTES, Header, Preface, WireError, control, dec
 use bytes::{Buf, Bytes};
 
 /// Memory that a body takes ahead of its bytes, beside as much as has arrived.
-const AHEAD_BYTES: usize = 1 << 20;
+const BODY_AHEAD_BYTES: usize = 1 << 20;
 
 /// Reader that collects the bytes of one stream and returns its frames, in order. Sans-I/O: the caller feeds it.
 ///
@@ -67,7 +67,7 @@ impl FrameReader {
         let missing = header.length.saturating_sub(body.len());
         let count = missing.min(chunk.len());
         if body.capacity().saturating_sub(body.len()) < count {
-            body.reserve_exact(missing.min(count.max(body.len()).max(AHEAD_BYTES)));
+            body.reserve_exact(missing.min(count.max(body.len()).max(BODY_AHEAD_BYTES)));
         }
         body.extend_from_slice(&chunk.split_to(count));
         if body.len() == header.length {
@@ -113,7 +113,10 @@ mod tests {
                 found.extend(reader.next_frame(Class::Bulk, &mut chunk).unwrap());
                 arrived += part.len();
                 let kept = reader.body.as_ref().map_or(0, |(_, body)| body.capacity());
-                assert!(kept <= arrived + arrived.max(AHEAD_BYTES), "{kept} bytes for {arrived} in pieces of {size}");
+                assert!(
+                    kept <= arrived + arrived.max(BODY_AHEAD_BYTES),
+                    "{kept} bytes for {arrived} in pieces of {size}"
+                );
             }
             assert_eq!(found, [Frame::Bulk(frame.clone())], "pieces of {size}");
             assert!(reader.at_boundary());

@@ -1,35 +1,40 @@
 //! Rules about pages: links lead to files, hops name existing functions, quoted limits have the value of their
-//! constant, quoted messages exist in the sources, docs/SUMMARY.md lists every page.
+//! constant (`quoted.rs`), quoted messages exist in the sources, docs/SUMMARY.md lists every page, ARCHITECTURE.md is short.
 //!
 //! A hop is `` `path: function` `` with a path from the repository's root: a Rust file, or a directory below which one file
-//! has the function. A quoted limit is `` `NAME` (value) ``: `250 ms`, `6 s`, `10 min`, `512 KiB`, `1 MiB` or a number. A
-//! quoted message is a line of a `text` fence in the troubleshooting page, with `…` in the place of values.
+//! has the function. A quoted message is a line of a `text` fence in the troubleshooting page, with `…` in the place of
+//! values.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::Finding;
 use super::limits::Limits;
+use super::{Finding, quoted};
 use crate::{source, workspace};
 
 const SUMMARY: &str = "docs/SUMMARY.md";
 const TROUBLE: &str = "docs/guide/troubleshoot.md";
 /// Sources of messages.
 const SAYS: [&str; 4] = ["apps", "cuda/src", "engine", "net"];
-/// Files whose constants may be quoted.
+/// Page with every flag and its default.
+const FLAGS: &str = "docs/reference/flags.md";
+/// Files of limits. Constants of other sources may be quoted, too, if one value has their name.
 const LIMITS: [&str; 2] = ["engine/types/src/limits.rs", "apps/http/src/limits.rs"];
+/// The map for the first hour, and its lines at most.
+const MAP: &str = "ARCHITECTURE.md";
+const MAP_LINES_MAX: usize = 200;
 
 /// A line of a page outside of code fences.
-struct Line<'a> {
-    page: &'a str,
-    number: usize,
-    text: &'a str,
+pub(super) struct Line<'a> {
+    pub(super) page: &'a str,
+    pub(super) number: usize,
+    pub(super) text: &'a str,
 }
 
 impl Line<'_> {
-    fn finding(&self, rule: &'static str, message: String) -> Finding {
+    pub(super) fn finding(&self, rule: &'static str, message: String) -> Finding {
         Finding::new(rule, format!("{}:{}", self.page, self.number), message)
     }
 }
@@ -50,21 +55,24 @@ fn pages(root: &Path) -> Result<Vec<(String, String)>> {
 /// Violations in all pages.
 pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
     let pages = pages(root)?;
-    let mut sources = String::new();
+    let mut of_limits = String::new();
     for file in LIMITS {
-        sources += &std::fs::read_to_string(root.join(file)).with_context(|| format!("read {file}"))?;
+        of_limits += &std::fs::read_to_string(root.join(file)).with_context(|| format!("read {file}"))?;
     }
-    let limits = Limits::parse(&sources);
+    let sources = source_texts(root)?;
+    let limits = Limits::parse(&of_limits, &sources);
     let mut functions = Functions::new(root);
     let mut out = unlisted(&pages);
+    out.extend(long_map(&pages));
+    let flags = pages.iter().find(|(name, _)| name == FLAGS).map_or("", |(_, text)| text.as_str());
     let trouble = pages.iter().find(|(name, _)| name == TROUBLE);
     if let Some((_, text)) = trouble {
-        out.extend(unquotable(text, &source_texts(root)?));
+        out.extend(unquotable(text, &sources));
     }
     for (page, text) in &pages {
         for line in lines(page, text) {
             out.extend(broken_links(root, &line));
-            out.extend(quoted_limits(&limits, &line));
+            out.extend(quoted::check(&limits, flags, &line));
             for (path, function) in hops(line.text) {
                 let missing = functions.missing(path, function)?;
                 out.extend(missing.map(|why| line.finding("hop", format!("`{path}: {function}`: {why}"))));
@@ -84,7 +92,7 @@ fn lines<'a>(page: &'a str, text: &'a str) -> impl Iterator<Item = Line<'a>> {
 }
 
 /// The texts between backticks, each with the text behind it.
-fn spans(text: &str) -> impl Iterator<Item = (&str, &str)> {
+pub(super) fn spans(text: &str) -> impl Iterator<Item = (&str, &str)> {
     let mut rest = text;
     std::iter::from_fn(move || {
         let (_, after) = rest.split_once('`')?;
@@ -102,6 +110,13 @@ fn unlisted(pages: &[(String, String)]) -> Vec<Finding> {
     let listed = |name: &str| name.strip_prefix("docs/").is_none_or(|path| summary.contains(&format!("({path})")));
     let lost = pages.iter().map(|(name, _)| name).filter(|name| *name != SUMMARY && !listed(name));
     lost.map(|name| Finding::new("summary", name.clone(), format!("{SUMMARY} does not list this page"))).collect()
+}
+
+/// The map, if it is too long for the first hour.
+fn long_map(pages: &[(String, String)]) -> Option<Finding> {
+    let (_, map) = pages.iter().find(|(name, _)| name == MAP)?;
+    let lines = map.lines().count();
+    (lines > MAP_LINES_MAX).then(|| Finding::new("map-size", MAP, format!("{lines} lines, at most {MAP_LINES_MAX}")))
 }
 
 /// All sources' text without comment lines, with continued literals joined.
@@ -143,20 +158,6 @@ fn broken_links(root: &Path, line: &Line<'_>) -> Vec<Finding> {
     let files = targets.map(|t| t.split('#').next().unwrap_or(t)).filter(|t| !t.is_empty() && !t.contains("://"));
     let broken = files.filter(|file| !root.join(dir).join(file).exists());
     broken.map(|file| line.finding("link", format!("there is no {file}"))).collect()
-}
-
-/// Quoted limits that do not exist or have another value.
-fn quoted_limits(limits: &Limits, line: &Line<'_>) -> Vec<Finding> {
-    let mut out = Vec::new();
-    for (name, after) in spans(line.text) {
-        let constant = name.contains('_') && name.chars().all(|c| matches!(c, 'A'..='Z' | '0'..='9' | '_'));
-        let quoted = after.strip_prefix(" (").and_then(|rest| rest.split_once(')')).map(|(value, _)| value);
-        let Some(quoted) = quoted.filter(|q| constant && q.starts_with(|c: char| c.is_ascii_digit())) else { continue };
-        if let Err(why) = limits.check(name, quoted) {
-            out.push(line.finding("limit", why));
-        }
-    }
-    out
 }
 
 /// Pairs of path and function that a line names.
@@ -238,16 +239,6 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_compared_with_their_constants() {
-        let limits = Limits::parse("pub const FENCE_MS: u64 = 6_000;\n");
-        let wrong = |text: &str| quoted_limits(&limits, &line(text)).len();
-        assert_eq!(wrong("after `FENCE_MS` (6 s) it is fenced"), 0);
-        assert_eq!(wrong("after `FENCE_MS` (7 s) it is fenced"), 1);
-        assert_eq!(wrong("after `FENCED_MS` (6 s) it is fenced"), 1);
-        assert_eq!(wrong("`FENCE_MS` (see below), `FENCE_MS`, `A_B` (of c)"), 0);
-    }
-
-    #[test]
     fn links_lead_to_files() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
         let broken = |text: &str| broken_links(root, &Line { page: "src/a.md", ..line(text) }).len();
@@ -268,6 +259,13 @@ mod tests {
     fn fences_are_left_out() {
         let of = |text: &str| lines("a", text).map(|l| l.number).collect::<Vec<_>>();
         assert_eq!(of("a\n```sh\nb\n```\nc\n"), [1, 5]);
+    }
+
+    #[test]
+    fn the_map_is_short() {
+        let map = |lines: usize| [(MAP.to_owned(), "x\n".repeat(lines))];
+        assert!(long_map(&map(MAP_LINES_MAX)).is_none() && long_map(&[]).is_none());
+        assert_eq!(long_map(&map(MAP_LINES_MAX + 1)).unwrap().rule, "map-size");
     }
 
     #[test]

@@ -20,6 +20,7 @@ mod files;
 mod layers;
 mod limits;
 mod predicates;
+mod quoted;
 pub(crate) mod wire;
 mod words;
 

@@ -10,10 +10,10 @@ use crate::source::{self, Signature};
 use crate::workspace;
 
 /// First words of names that read as questions.
-const QUESTIONS: [&str; 34] = [
+const QUESTIONS: [&str; 36] = [
     "accepts", "admits", "allows", "are", "can", "contains", "could", "covers", "did", "does", "fits", "had", "has",
-    "have", "holds", "is", "joins", "keeps", "knows", "may", "might", "must", "needs", "owns", "reads", "sheds",
-    "should", "serves", "takes", "waits", "wants", "was", "were", "will",
+    "have", "holds", "is", "joins", "keeps", "knows", "maps", "may", "might", "must", "needs", "owns", "reads",
+    "sheds", "should", "serves", "suits", "takes", "waits", "wants", "was", "were", "will",
 ];
 
 /// What a question returns.

@@ -15,11 +15,11 @@ use std::{
 };
 
 /// Maximum bytes of stored responses.
-const BYTES_MAX: usize = 64 << 20;
+const STORED_BYTES_MAX: usize = 64 << 20;
 /// Maximum of stored responses.
-const COUNT_MAX: usize = 16 << 10;
+const STORED_COUNT_MAX: usize = 16 << 10;
 /// After this time a response is dropped.
-const AGE_MAX: Duration = Duration::from_secs(24 * 3600);
+const STORED_AGE_MAX: Duration = Duration::from_secs(24 * 3600);
 /// The share of an owner in a full store is this part of its bytes and number.
 const OWNER_PART: usize = 4;
 /// Bytes that a response takes beside its texts.
@@ -139,7 +139,7 @@ impl Entries {
 
 impl Default for Stored {
     fn default() -> Self {
-        Self::with(Bounds { bytes_max: BYTES_MAX, count_max: COUNT_MAX, age_max: AGE_MAX })
+        Self::with(Bounds { bytes_max: STORED_BYTES_MAX, count_max: STORED_COUNT_MAX, age_max: STORED_AGE_MAX })
     }
 }
 

@@ -16,6 +16,7 @@
 //! * a request that lost an instance is not handed back and does not queue again: its client has begun to read.
 
 use crate::mutants::{self, Mutant};
+use lagoon_types::limits::{REPLAY_DEADLINE_MS, REPLAYS_MAX};
 
 /// Maximum of instances tried in one round.
 const ATTEMPTS_MAX: usize = 4;
@@ -33,7 +34,7 @@ pub struct ReplayLimits {
 
 impl Default for ReplayLimits {
     fn default() -> Self {
-        Self { replays_max: 4, fruitless_max: 2, deadline_ms: 30_000 }
+        Self { replays_max: REPLAYS_MAX, fruitless_max: 2, deadline_ms: REPLAY_DEADLINE_MS }
     }
 }
 

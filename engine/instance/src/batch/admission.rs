@@ -118,11 +118,11 @@ impl Batch {
     /// head that needs borrowed memory (maybe the decode worker's) or waits for the oldest waiting pool-sized request.
     fn admit_pushed(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries) {
         let head = self.sched.next_waiting().and_then(|head| self.seqs.get(&head.seq));
-        let yields = |head: &Sequence| {
+        let lets_pass = |head: &Sequence| {
             let needed = head.blocks.shortfall(head.len() + 1);
             policy::may_overtake(needed, cx.config.blocks_total, Self::gives_way(cx, head.since_ms))
         };
-        if !head.is_some_and(yields) {
+        if !head.is_some_and(lets_pass) {
             return;
         }
         let pushed = self.sched.waiting().map(|w| w.seq).filter(|seq| prefills.is_pushed(*seq));
@@ -245,7 +245,7 @@ impl Batch {
             return false;
         }
         // What several instances computed together, they cache together.
-        let together = self.suits_members(cx, id);
+        let together = self.hash_for_members(cx, id).is_some_and(|hashes| self.suits_members(cx, id, hashes));
         if ((local < needed || together) && self.search_pool(cx, id)) || (together && self.asks_members(cx, id)) {
             return false;
         }

@@ -1,15 +1,16 @@
 //! What joint prefill does to sequences: the owner's waits while members are asked, a member's is in no queue until it begins;
 //! then both have tables in which the others' rBlocks are leased, and compute their own as lost ranges.
 
+use super::Batch;
 use super::others::PrefillQueries;
+use super::policy::{self, JointHere, JointLoad, JointPrompt};
 use super::sequence::{HeldLease, Life, Need, Sequence};
 use super::stripes::{Layout, Stripes};
-use super::{Batch, policy};
 use crate::cx::Cx;
 use crate::outcome::{JointNews, Outcome};
 use lagoon_cluster::BorrowedLease;
 use lagoon_kv::{JointPart, Owner, Placement, RemoteBlock, RemoteEntries};
-use lagoon_types::limits::{JOINT_ALONE_MS, JOINT_BUSY_TOKENS, JOINT_MEMBERS_MAX, JOINT_STRIPES_MIN};
+use lagoon_types::limits::{JOINT_MEMBERS_MAX, JOINT_STRIPES_MIN};
 use lagoon_types::{InstanceId, LeaseId, MicroBatch, PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
@@ -33,24 +34,35 @@ impl Batch {
         true
     }
 
-    /// Looks whether a waiting sequence's prompt may be computed by several instances.
-    pub(super) fn suits_members(&mut self, cx: &Cx, id: SeqId) -> bool {
-        let alone = cx.config.joint.instances == 1 || cx.standing.id.is_none() || !cx.standing.registered;
-        // Windowed KV is kept in order by one instance; blocks in address rows have one owner.
-        let apart = cx.config.window.is_some() || cx.config.windowed.is_some() || !cx.memory.rm.pool.caches_runs();
-        let full = policy::free_places(self.sched.running_len(), cx.config.sched.running) == 0;
-        let Some(seq) = self.seqs.get(&id).filter(|_| !alone && !apart && !full) else { return false };
-        let plain = seq.for_others.is_none() && seq.embedding.is_none() && !seq.needs_positions();
-        let elsewhere = seq.blocks.remote_blocks() > 0 || seq.blocks.lost_blocks() > 0 || seq.beside() > 0;
-        if !plain || seq.asked_members || elsewhere || seq.len() < cx.config.joint.tokens_min {
-            return false;
-        }
-        let wanted = self.hash_wanted(cx, id);
+    /// Hashes a waiting sequence's prompt if several instances might compute it. Returns the number of its hashes.
+    pub(super) fn hash_for_members(&mut self, cx: &Cx, id: SeqId) -> Option<usize> {
+        let seq = self.seqs.get(&id).filter(|_| cx.standing.id.is_some() && cx.standing.registered)?;
+        let prompt = JointPrompt {
+            is_plain: seq.for_others.is_none() && seq.embedding.is_none() && !seq.needs_positions(),
+            asked: seq.asked_members,
+            is_elsewhere: seq.blocks.remote_blocks() > 0 || seq.blocks.lost_blocks() > 0 || seq.beside() > 0,
+            tokens: seq.len(),
+        };
+        let may = policy::may_ask_members(self.joint_here(cx), prompt, cx.config.joint.tokens_min);
+        may.then(|| self.hash_wanted(cx, id))
+    }
+
+    /// Whether a waiting sequence's prompt, with its first `hashes` block hashes, is given to several instances.
+    pub(super) fn suits_members(&self, cx: &Cx, id: SeqId, hashes: usize) -> bool {
         let Some(seq) = self.seqs.get(&id) else { return false };
-        let known = cx.memory.rm.pool.found(&seq.block_hashes[..wanted]).max(seq.blocks.blocks());
+        let known = cx.memory.rm.pool.found(&seq.block_hashes[..hashes]).max(seq.blocks.blocks());
         let left = seq.len() - (known * cx.config.block_tokens).min(seq.len());
-        let pays = cx.config.joint.instances != 0 || self.alone_ms(cx, left) >= f64::from(JOINT_ALONE_MS);
-        left >= cx.config.joint.tokens_min && pays && self.has_rows_for_others(cx)
+        let (tokens_min, forced) = (cx.config.joint.tokens_min, cx.config.joint.instances != 0);
+        policy::suits_members(left, tokens_min, self.alone_ms(cx, left), forced) && self.has_rows_for_others(cx)
+    }
+
+    fn joint_here(&self, cx: &Cx) -> JointHere {
+        let windowed = cx.config.window.is_some() || cx.config.windowed.is_some();
+        JointHere {
+            is_on: cx.config.joint.instances != 1,
+            is_followed: !windowed && cx.memory.rm.pool.caches_runs(),
+            free_places: policy::free_places(self.sched.running_len(), cx.config.sched.running),
+        }
     }
 
     /// Predicted time to compute `tokens` tokens of a prompt here, beside what decodes, in milliseconds; endless if it was not measured.
@@ -67,9 +79,8 @@ impl Batch {
         self.chunk_rows(cx, MicroBatch::Remote).min(cx.config.remote_rows())
     }
 
-    /// Whether so few sequences decode here that most of a step's rows are left: narrow stripes cost more than they save.
     fn has_rows_for_others(&self, cx: &Cx) -> bool {
-        self.joint_rows(cx) >= cx.config.remote_rows() / 2
+        policy::has_rows_for_others(self.joint_rows(cx), cx.config.remote_rows())
     }
 
     /// How up to `members` instances would share the prompt of a sequence that holds what is known of it, in stripes of `rows` rows.
@@ -89,27 +100,13 @@ impl Batch {
 
     /// Why this instance computes no part of another one's prompt; `None` if it would, with `blocks` of its memory.
     pub(crate) fn refuses_to_join(&self, cx: &Cx, blocks: u32) -> Option<String> {
-        if cx.config.joint.instances == 1 {
-            return Some("joint prefill is off here (--prefill-instances 1)".to_owned());
-        }
-        if cx.standing.draining || cx.standing.drained || !cx.standing.roles.accepts(cx.now_ms) {
-            return Some("this instance takes no requests".to_owned());
-        }
-        if cx.config.window.is_some() || cx.config.windowed.is_some() || !cx.memory.rm.pool.caches_runs() {
-            return Some("its KV lies where other instances' steps cannot be followed".to_owned());
-        }
-        if policy::free_places(self.sched.running_len(), cx.config.sched.running) == 0 {
-            return Some("its batch is full".to_owned());
-        }
-        if !self.has_rows_for_others(cx) {
-            return Some("the sequences that decode here leave its steps too few rows".to_owned());
-        }
-        let busy: u64 = self.seqs.values().map(Sequence::prefill_left).sum();
-        if busy > JOINT_BUSY_TOKENS {
-            return Some(format!("{busy} tokens of prompts wait here"));
-        }
-        let room = self.room(cx);
-        (blocks > room).then(|| format!("it has room for {room} rBlocks, not for {blocks}"))
+        let load = JointLoad {
+            takes_requests: !cx.standing.draining && !cx.standing.drained && cx.standing.roles.accepts(cx.now_ms),
+            has_rows: self.has_rows_for_others(cx),
+            prompt_tokens: self.seqs.values().map(Sequence::prefill_left).sum(),
+            room: self.room(cx),
+        };
+        policy::refuses_to_join(self.joint_here(cx), load, blocks).map(|why| why.to_string())
     }
 
     /// Adds a sequence that computes a part of another instance's prompt, and takes its memory. False if there is too little.

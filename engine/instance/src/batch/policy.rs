@@ -7,14 +7,21 @@
 //! * running sequences grow before anything is admitted: some blocks are kept free for growth;
 //! * the oldest running sequence always advances: it is preempted only if no other one can be;
 //! * the preemption victim is the one with the fewest tokens to recompute; the youngest is swapped out instead, if that
-//!   is cheaper; if a step overfilled the device, the victim is the youngest of that step.
+//!   is cheaper; if a step overfilled the device, the victim is the youngest of that step;
+//! * a request that could start whole elsewhere goes back to its gateway, and does not borrow before;
+//! * several instances compute a prompt that takes one long, where their steps have rows for it;
+//! * prompts of both micro-batches share the rows of one step.
 //!
 //! Callers gather the candidates and carry out the decision.
 
 use super::sequence::{Life, Need};
 use crate::cx::standing::Lending;
+use lagoon_cluster::perf::whole;
 use lagoon_protocol::TierRequest;
-use lagoon_types::limits::{ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS, SWAP_OUT_BLOCKS_MIN};
+use lagoon_types::limits::{
+    ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS, HAND_BACK_MS, JOINT_ALONE_MS, JOINT_BUSY_TOKENS,
+    SWAP_OUT_BLOCKS_MIN,
+};
 use lagoon_types::{InstanceId, SeqId};
 
 /// Misses after which a sequence that the whole pool cannot hold fails (some ten seconds).
@@ -27,6 +34,9 @@ const LONG_RECOMPUTE_US: f64 = 500_000.0;
 const SWAP_OVERHEAD_US: f64 = 20_000.0;
 /// Fixed time of a load from a tier of the prefix cache, in microseconds (docs/adr/0037).
 const LOAD_OVERHEAD_US: f64 = 1_000.0;
+
+/// Rows of prompts that a step has in any case under a latency target, of both micro-batches together: a prompt always advances.
+const CHUNK_ROWS_MIN: u32 = 32;
 
 /// rBlocks kept free for the growth of running sequences: [`GROWTH_BLOCKS`] each, up to a share of all. Without them
 /// admissions make running sequences borrow every block, wait or be preempted.
@@ -344,6 +354,142 @@ pub(super) fn load_is_cheaper(load_us: f64, tokens: u32, row_us: f64) -> bool {
     row_us <= 0.0 || f64::from(tokens) * row_us > LOAD_OVERHEAD_US + load_us
 }
 
+/// A waiting request, as its hand-back looks at it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HandBack {
+    /// Whether its gateway takes it back.
+    pub(super) may_hand_back: bool,
+    /// Whether it was computed, or holds or borrows memory.
+    pub(super) has_begun: bool,
+    /// rBlocks that it lacks; a pool-sized request stays, as the pool keeps memory for it where it waits.
+    pub(super) needed: u32,
+}
+
+impl HandBack {
+    fn is_possible(self, blocks_total: u32) -> bool {
+        self.may_hand_back && !self.has_begun && !is_pool_sized(self.needed, blocks_total)
+    }
+}
+
+/// Whether a request that has waited for `waited_ms` goes back to its gateway. A draining instance gives back at once.
+pub(super) fn hands_back(request: HandBack, blocks_total: u32, waited_ms: u64, draining: bool) -> bool {
+    (draining || waited_ms >= HAND_BACK_MS) && request.is_possible(blocks_total)
+}
+
+/// The borrow guard: whether a waiting request that lacks memory here waits, rather than borrow. It does while its gateway takes it
+/// back and may find an instance that holds it whole: two micro-batches read the weights twice, and creditors' steps wait for each
+/// other. To mapped KV (`maps_all`) this device attends itself, as to its own.
+pub(super) fn waits_for_whole(request: HandBack, blocks_total: u32, maps_all: bool) -> bool {
+    !maps_all && request.is_possible(blocks_total)
+}
+
+/// This instance, as joint prefill looks at it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct JointHere {
+    /// Whether `--prefill-instances` allows it.
+    pub(super) is_on: bool,
+    /// Whether other instances' steps can be followed in its KV: not in windowed KV, which one instance keeps in order, nor in address
+    /// rows, whose blocks have one owner.
+    pub(super) is_followed: bool,
+    /// See [`free_places`].
+    pub(super) free_places: usize,
+}
+
+/// A waiting request, as joint prefill looks at it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct JointPrompt {
+    /// Whether it is a request for an answer, for this instance, without what needs all positions here.
+    pub(super) is_plain: bool,
+    /// Whether members were asked before.
+    pub(super) asked: bool,
+    /// Whether it has KV elsewhere, lost or beside its table.
+    pub(super) is_elsewhere: bool,
+    pub(super) tokens: u32,
+}
+
+/// Whether a prompt may be computed by several instances, before its cached prefix is known.
+pub(super) fn may_ask_members(here: JointHere, prompt: JointPrompt, tokens_min: u32) -> bool {
+    let takes = here.is_on && here.is_followed && here.free_places > 0;
+    takes && prompt.is_plain && !prompt.asked && !prompt.is_elsewhere && prompt.tokens >= tokens_min
+}
+
+/// Whether a prompt of which `left` tokens are to be computed, in `alone_ms` here, is given to several instances. `forced`: it is not
+/// asked whether that pays.
+pub(super) fn suits_members(left: u32, tokens_min: u32, alone_ms: f64, forced: bool) -> bool {
+    left >= tokens_min && (forced || alone_ms >= f64::from(JOINT_ALONE_MS))
+}
+
+/// Whether so few sequences decode here that most of a step's rows are left for prompts of several instances: narrow stripes cost more
+/// than they save.
+pub(super) fn has_rows_for_others(rows: u32, step_rows: u32) -> bool {
+    rows >= step_rows / 2
+}
+
+/// Why an instance computes no part of another one's prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum NotJoined {
+    #[error("joint prefill is off here (--prefill-instances 1)")]
+    Off,
+    #[error("this instance takes no requests")]
+    NoRequests,
+    #[error("its KV lies where other instances' steps cannot be followed")]
+    NotFollowed,
+    #[error("its batch is full")]
+    Full,
+    #[error("the sequences that decode here leave its steps too few rows")]
+    FewRows,
+    #[error("{0} tokens of prompts wait here")]
+    Busy(u64),
+    #[error("it has room for {room} rBlocks, not for {needed}")]
+    NoRoom { room: u32, needed: u32 },
+}
+
+/// What an instance that is asked to compute a part of another one's prompt has to do already.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct JointLoad {
+    pub(super) takes_requests: bool,
+    /// See [`has_rows_for_others`].
+    pub(super) has_rows: bool,
+    /// Tokens of prompts that are not computed yet.
+    pub(super) prompt_tokens: u64,
+    /// Free rBlocks.
+    pub(super) room: u32,
+}
+
+/// Why an instance computes no part of another one's prompt; `None` if it would, with `needed` rBlocks of its memory.
+pub(super) fn refuses_to_join(here: JointHere, load: JointLoad, needed: u32) -> Option<NotJoined> {
+    let JointLoad { takes_requests, has_rows, prompt_tokens, room } = load;
+    let reasons = [
+        (!here.is_on, NotJoined::Off),
+        (!takes_requests, NotJoined::NoRequests),
+        (!here.is_followed, NotJoined::NotFollowed),
+        (here.free_places == 0, NotJoined::Full),
+        (!has_rows, NotJoined::FewRows),
+        (prompt_tokens > JOINT_BUSY_TOKENS, NotJoined::Busy(prompt_tokens)),
+        (needed > room, NotJoined::NoRoom { room, needed }),
+    ];
+    reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
+}
+
+/// Rows of `row_us` each within the time that `decode_us` leaves under a target; all if their time was not measured.
+pub(super) fn rows_within(target_us: f64, decode_us: f64, row_us: f64) -> u32 {
+    if !(row_us.is_finite() && row_us > 0.0) {
+        return u32::MAX;
+    }
+    let rows = whole((target_us - decode_us).max(0.0) / row_us);
+    u32::try_from(rows).unwrap_or(u32::MAX).max(CHUNK_ROWS_MIN)
+}
+
+/// Rows of prompts in the next step of a micro-batch, of the `rows` of a step that decoding leaves: all if the other micro-batch wants
+/// none, else half or what that leaves, and in any case none that are `in_flight` in its step. Of a single row each has one: a prompt
+/// always advances.
+pub(super) fn prompt_rows(rows: u32, other_wants: u32, in_flight: u32) -> u32 {
+    if rows < 2 {
+        return 1;
+    }
+    rows.saturating_sub(other_wants).max(rows / 2).min(rows.saturating_sub(in_flight))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -493,6 +639,82 @@ mod tests {
         assert!(gives_way(101, oldest, Some(InstanceId(1))));
         assert!(!gives_way(100, oldest, Some(InstanceId(1))) && !gives_way(101, oldest, Some(InstanceId(2))));
         assert!(!gives_way(101, None, Some(InstanceId(1))));
+    }
+
+    #[test]
+    fn what_has_not_begun_goes_back_and_does_not_borrow_meanwhile() {
+        let request = HandBack { may_hand_back: true, has_begun: false, needed: 10 };
+        assert!(hands_back(request, 10, HAND_BACK_MS, false) && hands_back(request, 10, 0, true));
+        assert!(!hands_back(request, 10, HAND_BACK_MS - 1, false) && waits_for_whole(request, 10, false));
+        assert!(!waits_for_whole(request, 10, true), "mapped KV is attended to here");
+        for stays in [
+            HandBack { may_hand_back: false, ..request },
+            HandBack { has_begun: true, ..request },
+            HandBack { needed: 11, ..request },
+        ] {
+            assert!(!hands_back(stays, 10, HAND_BACK_MS, true) && !waits_for_whole(stays, 10, false), "{stays:?}");
+        }
+    }
+
+    #[test]
+    fn a_long_prompt_of_which_nothing_is_elsewhere_suits_members() {
+        let here = JointHere { is_on: true, is_followed: true, free_places: 1 };
+        let prompt = JointPrompt { is_plain: true, asked: false, is_elsewhere: false, tokens: 100 };
+        assert!(may_ask_members(here, prompt, 100));
+        for other in [
+            JointHere { is_on: false, ..here },
+            JointHere { is_followed: false, ..here },
+            JointHere { free_places: 0, ..here },
+        ] {
+            assert!(!may_ask_members(other, prompt, 100), "{other:?}");
+        }
+        for other in [
+            JointPrompt { is_plain: false, ..prompt },
+            JointPrompt { asked: true, ..prompt },
+            JointPrompt { is_elsewhere: true, ..prompt },
+            JointPrompt { tokens: 99, ..prompt },
+        ] {
+            assert!(!may_ask_members(here, other, 100), "{other:?}");
+        }
+        let long = f64::from(JOINT_ALONE_MS);
+        assert!(suits_members(100, 100, long, false) && suits_members(100, 100, 0.0, true));
+        assert!(!suits_members(99, 100, long, true), "most of it is cached");
+        assert!(!suits_members(100, 100, long - 1.0, false), "it is computed soon alone");
+        assert!(has_rows_for_others(8, 16) && !has_rows_for_others(7, 16));
+    }
+
+    #[test]
+    fn an_instance_with_other_work_joins_no_prompt() {
+        let here = JointHere { is_on: true, is_followed: true, free_places: 1 };
+        let load = JointLoad { takes_requests: true, has_rows: true, prompt_tokens: JOINT_BUSY_TOKENS, room: 5 };
+        assert_eq!(refuses_to_join(here, load, 5), None);
+        let of = |load| refuses_to_join(here, load, 5);
+        assert_eq!(of(JointLoad { takes_requests: false, ..load }), Some(NotJoined::NoRequests));
+        assert_eq!(of(JointLoad { has_rows: false, ..load }), Some(NotJoined::FewRows));
+        let busy = JOINT_BUSY_TOKENS + 1;
+        assert_eq!(of(JointLoad { prompt_tokens: busy, ..load }), Some(NotJoined::Busy(busy)));
+        assert_eq!(of(JointLoad { room: 4, ..load }), Some(NotJoined::NoRoom { room: 4, needed: 5 }));
+        assert_eq!(refuses_to_join(JointHere { is_on: false, ..here }, load, 5), Some(NotJoined::Off));
+        assert_eq!(refuses_to_join(JointHere { is_followed: false, ..here }, load, 5), Some(NotJoined::NotFollowed));
+        assert_eq!(refuses_to_join(JointHere { free_places: 0, ..here }, load, 5), Some(NotJoined::Full));
+    }
+
+    #[test]
+    fn chunks_fill_what_decoding_leaves_under_the_target() {
+        assert_eq!(rows_within(50_000.0, 10_000.0, 100.0), 400);
+        assert_eq!(rows_within(50_000.0, 49_999.0, 100.0), CHUNK_ROWS_MIN, "a prompt always advances");
+        assert_eq!(rows_within(50_000.0, 90_000.0, 100.0), CHUNK_ROWS_MIN);
+        assert_eq!(rows_within(50_000.0, 10_000.0, 0.0), u32::MAX, "nothing was measured");
+        assert_eq!(rows_within(50_000.0, 10_000.0, f64::NAN), u32::MAX);
+    }
+
+    #[test]
+    fn prompts_of_two_micro_batches_share_the_rows_of_one_step() {
+        assert_eq!(prompt_rows(64, 0, 0), 64, "alone");
+        assert_eq!(prompt_rows(64, 10, 0), 54, "the other one needs little");
+        assert_eq!((prompt_rows(64, 900, 0), prompt_rows(64, 900, 32)), (32, 32));
+        assert_eq!(prompt_rows(64, 900, 64), 0, "its step took all before");
+        assert_eq!((prompt_rows(1, 900, 1), prompt_rows(0, 0, 0)), (1, 1));
     }
 
     #[test]

@@ -5,10 +5,12 @@
 //! Sans-IO: time is a parameter, nothing is hashed, so the same calls give the same plans.
 //!
 //! Invariants: a sequence is either waiting or running; `computed < tokens` for every running sequence that is not in a
-//! step; a step's rows never exceed its budget; sequences are planned in the order of their admission, decoding before
-//! prefill, so that a long prompt delays the next token of others by at most one chunk. Lost ranges are recomputed
-//! before new tokens of their sequence, in ascending order, in chunks like a prompt's.
+//! step; a step's rows never exceed its budget, and prompts in the steps of both micro-batches together the rows of one step that decoding
+//! leaves (or one row each); sequences are planned in the order of their admission, decoding before prefill, so that a long prompt delays
+//! the next token of others by at most one chunk. Lost ranges are recomputed before new tokens of their sequence, in ascending order, in
+//! chunks like a prompt's.
 
+use super::policy;
 use super::rings::{Ring, Rings};
 use crate::config::SchedulerConfig;
 use lagoon_types::limits::DRAFT_ROWS_MAX;
@@ -46,9 +48,15 @@ struct Running {
     /// Ring of the windowed layers' KV, if it is kept out of rBlocks.
     ring: Option<Ring>,
     in_step: bool,
+    /// Rows of its prompt or lost ranges in the step that it is in.
+    prompt_rows: u32,
 }
 
 impl Running {
+    fn new(seq: SeqId, micro_batch: MicroBatch, (tokens, computed): (u32, u32), ring: Option<Ring>) -> Self {
+        Self { seq, micro_batch, tokens, computed, lost: VecDeque::new(), ring, in_step: false, prompt_rows: 0 }
+    }
+
     /// The positions to compute next, and whether they are new (not lost) ones.
     fn due(&self) -> (Range<u32>, bool) {
         self.lost.front().map_or((self.computed..self.tokens, true), |lost| (lost.clone(), false))
@@ -94,7 +102,7 @@ impl Scheduler {
     fn run(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
         assert!(computed < tokens, "{seq} has nothing to compute");
         let ring = self.rings.as_mut().map(Rings::take);
-        self.running.push(Running { seq, micro_batch, tokens, computed, lost: VecDeque::new(), ring, in_step: false });
+        self.running.push(Running::new(seq, micro_batch, (tokens, computed), ring));
     }
 
     /// Adds a sequence that computes `due` ranges of `tokens` tokens for another instance, and is removed when it has.
@@ -104,15 +112,7 @@ impl Scheduler {
     pub(crate) fn join(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, due: &[Range<u32>]) {
         assert!(!self.is_running(seq) && !due.is_empty(), "{seq} has nothing to compute");
         let ring = self.rings.as_mut().map(Rings::take);
-        self.running.push(Running {
-            seq,
-            micro_batch,
-            tokens,
-            computed: tokens,
-            lost: VecDeque::new(),
-            ring,
-            in_step: false,
-        });
+        self.running.push(Running::new(seq, micro_batch, (tokens, tokens), ring));
         self.set_lost(seq, due);
     }
 
@@ -241,14 +241,15 @@ impl Scheduler {
     }
 
     /// The next step of `micro_batch`: one row per decoding sequence, then chunks of prompts and lost ranges, within
-    /// the row budget. A chunk whose windowed KV is missing is preceded by those that compute it. `ready` says whether a
+    /// the row budget ([`policy::prompt_rows`]). A chunk whose windowed KV is missing is preceded by those that compute it. `ready` says whether a
     /// sequence has memory for its tokens; others sit out.
     pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> StepPlan {
-        let (mut budget, chunk_rows) = (self.rows_max(micro_batch), self.chunk_rows);
+        let mut budget = self.rows_max(micro_batch);
+        let prompt_rows = self.prompt_rows(micro_batch, &ready).min(self.chunk_rows);
         let warm_up = self.rings.as_ref().map_or(0, Rings::warm_up);
         let mut plan = StepPlan::default();
         for prefill in [false, true] {
-            budget = if prefill { budget.min(chunk_rows) } else { budget };
+            budget = if prefill { budget.min(prompt_rows) } else { budget };
             for entry in self.running.iter_mut().filter(|r| r.micro_batch == micro_batch && !r.in_step) {
                 if budget == 0 || !ready(entry.seq) {
                     continue;
@@ -259,10 +260,29 @@ impl Scheduler {
                 }
                 budget -= chunk.len;
                 (entry.in_step, entry.ring) = (true, ring);
+                entry.prompt_rows = if prefill { chunk.len } else { 0 };
                 plan.chunks.push(chunk);
             }
         }
         plan
+    }
+
+    /// Maximum of rows of prompts and lost ranges in the next step of `micro_batch`.
+    fn prompt_rows(&self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> u32 {
+        let (mut decoding, mut other_wants, mut in_flight) = (0, 0_u32, 0);
+        for entry in self.running.iter().filter(|r| r.in_step || ready(r.seq)) {
+            let (due, new) = entry.due();
+            let rows = due.end - due.start;
+            if new && rows == 1 {
+                decoding += 1;
+            } else if entry.micro_batch != micro_batch {
+                other_wants = other_wants.saturating_add(rows);
+            }
+            in_flight += entry.prompt_rows;
+        }
+        let other = MicroBatch::ALL[1 - micro_batch.index()];
+        let left = self.config.step_rows.saturating_sub(decoding);
+        policy::prompt_rows(left, other_wants.min(self.rows_max(other)), in_flight)
     }
 
     /// Maximum of rows in a step of `micro_batch`.
@@ -285,7 +305,7 @@ impl Scheduler {
         let entry = self.entry_mut(chunk.seq);
         let planned = if chunk.warms_up() { entry.ring.map(Ring::head) } else { Some(entry.due().0.start) };
         assert!(entry.in_step && planned == Some(chunk.start), "{} completes what was planned", chunk.seq);
-        entry.in_step = false;
+        (entry.in_step, entry.prompt_rows) = (false, 0);
         entry.ring.iter_mut().for_each(|ring| ring.fill(chunk.len));
         if chunk.warms_up() {
             return;
@@ -311,7 +331,8 @@ impl Scheduler {
 
     /// Drops a planned chunk that was not computed: the sequence leaves its step unchanged.
     pub(crate) fn abandon(&mut self, seq: SeqId) {
-        self.entry_mut(seq).in_step = false;
+        let entry = self.entry_mut(seq);
+        (entry.in_step, entry.prompt_rows) = (false, 0);
     }
 
     /// Whether a sequence is in a step.
@@ -376,6 +397,38 @@ mod tests {
         s.limit_chunks(u32::MAX);
         let rows: u32 = s.plan(MicroBatch::Local, |_| true).chunks.iter().map(|chunk| chunk.len).sum();
         assert_eq!(rows, 64);
+    }
+
+    /// With a budget each, two micro-batches delayed decoding rows by two chunks.
+    #[test]
+    fn prompts_of_both_micro_batches_share_one_budget_of_rows() {
+        let mut s = scheduler(64);
+        let admit = |s: &mut Scheduler, seq, micro_batch, computed| {
+            s.enqueue(SeqId(seq), 300, 0, 0).unwrap();
+            s.admit(SeqId(seq), micro_batch, computed);
+        };
+        let rows = |plan: &StepPlan| plan.chunks.iter().map(|chunk| (chunk.seq.0, chunk.len)).collect::<Vec<_>>();
+        let done = |s: &mut Scheduler, plan: &StepPlan| plan.chunks.iter().for_each(|c| s.complete(c, c.last));
+        admit(&mut s, 0, MicroBatch::Local, 299);
+        admit(&mut s, 1, MicroBatch::Local, 0);
+        let local = s.plan(MicroBatch::Local, |_| true);
+        assert_eq!(rows(&local), [(0, 1), (1, 63)], "alone, it has the whole budget");
+        admit(&mut s, 2, MicroBatch::Remote, 299);
+        admit(&mut s, 3, MicroBatch::Remote, 0);
+        let remote = s.plan(MicroBatch::Remote, |_| true);
+        assert_eq!(rows(&remote), [(2, 1)], "decoding goes on; the budget's prompt rows are in flight");
+        done(&mut s, &local);
+        let local = s.plan(MicroBatch::Local, |_| true);
+        assert_eq!(rows(&local), [(0, 1), (1, 31)]);
+        done(&mut s, &remote);
+        let remote = s.plan(MicroBatch::Remote, |_| true);
+        assert_eq!(rows(&remote), [(2, 1), (3, 31)]);
+        done(&mut s, &local);
+        let local = s.plan(MicroBatch::Local, |seq| seq != SeqId(1));
+        assert_eq!(rows(&local), [(0, 1)]);
+        done(&mut s, &remote);
+        let remote = s.plan(MicroBatch::Remote, |seq| seq != SeqId(1));
+        assert_eq!(rows(&remote), [(2, 1), (3, 62)], "the other one's prompt cannot start");
     }
 
     #[test]
