@@ -3,7 +3,8 @@
 //!
 //! Checked: a request is bound once, and again only after it was given back; none is forgotten, all are answered or refused; a waiting
 //! head is passed a bounded number of times on the memory that it waits for; no token of an answer is lost or repeated; a request that
-//! kills instances kills a bounded number.
+//! kills instances kills a bounded number; a bounded number of one tenant's requests start before another tenant's only one
+//! ([`run_flooded`]).
 
 use crate::rng::Rng;
 use lagoon_cluster::dispatch::{
@@ -24,6 +25,11 @@ const ARRIVALS_MS: u64 = 20_000;
 const PAUSE_MS: u64 = 250;
 /// Time of one token of an answer, in milliseconds.
 const TOKEN_MS: u64 = 20;
+
+/// Requests of a flooding tenant, which arrive at once.
+const FLOOD: u64 = 300;
+/// Of them, those that may start between the arrival and the start of another tenant's only waiting request.
+const BEFORE_MAX: u32 = 8;
 
 /// What a run saw.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -134,6 +140,10 @@ struct World {
     paused: Vec<(u64, u64)>,
     /// Passes of the head, counted from outside.
     passed: BTreeMap<u64, u32>,
+    /// In a flooded pool: the first waiting request of the tenant that sends few, and how many of the other tenant's started meanwhile.
+    before: BTreeMap<u64, u32>,
+    /// Whether instances give requests back. Its tenant's charge for one is taken back, too, for which others of the tenant start.
+    hand_backs: bool,
     faults: bool,
     outcome: Outcome,
 }
@@ -144,43 +154,81 @@ struct World {
 /// What was violated, and when.
 pub fn run(seed: u64) -> Result<Outcome, String> {
     let mut rng = Rng::new(seed);
-    let count = 1 + rng.below(5);
-    let instance = |rng: &mut Rng| Instance {
-        blocks_total: 50 + rng.below(400),
-        batch_max: 1 + rng.index(12),
-        queue: VecDeque::new(),
-        running: BTreeMap::new(),
-        is_up: true,
-        report: None,
-    };
-    let instances = (0..count).map(|_| instance(&mut rng)).collect();
-    let faults = rng.once_in(2);
-    let mut world = World {
-        rng,
-        now_ms: 1_000_000,
-        core: Dispatcher::new(Mode::LeastWork),
-        instances,
-        asks: BTreeMap::new(),
-        states: BTreeMap::new(),
-        clients: BTreeMap::new(),
-        paused: Vec::new(),
-        passed: BTreeMap::new(),
-        faults,
-        outcome: Outcome::default(),
-    };
-    let (begin_ms, pace) = (world.now_ms, 3 + world.rng.below(20));
+    let faults = |rng: &mut Rng| rng.once_in(2);
+    World::draw(&mut rng, faults).run()
+}
+
+/// Runs the seed's pool with a tenant whose requests fill the queue, and another one that sends few.
+///
+/// # Errors
+/// What was violated, and when.
+pub fn run_flooded(seed: u64) -> Result<Outcome, String> {
+    let mut rng = Rng::new(seed);
+    let mut world = World { hand_backs: false, ..World::draw(&mut rng, |_| false) };
     world.report()?;
-    while world.now_ms < begin_ms + ARRIVALS_MS + 2 * GATEWAY_QUEUE_MS {
-        world.tick(world.now_ms < begin_ms + ARRIVALS_MS, pace)?;
-        if world.now_ms > begin_ms + ARRIVALS_MS && world.states.is_empty() {
-            return Ok(Outcome { passes: world.core.stats().passes, ..world.outcome });
-        }
+    for _ in 0..FLOOD {
+        world.arrive_of("flood")?;
     }
-    let left: Vec<_> = world.states.iter().take(3).collect();
-    Err(format!("requests are neither answered nor refused: {left:?}"))
+    let begin_ms = world.now_ms;
+    while world.now_ms < begin_ms + ARRIVALS_MS && world.states.len() > 50 {
+        world.now_ms += DISPATCH_TICK_MS;
+        if world.rng.once_in(30) {
+            world.arrive_of("few")?;
+        }
+        if world.rng.once_in(HEARTBEAT_MS / DISPATCH_TICK_MS) {
+            world.report()?;
+        }
+        for number in 0..world.instances.len() {
+            world.advance(number)?;
+        }
+        world.handle(Event::Tick)?;
+    }
+    Ok(world.outcome)
 }
 
 impl World {
+    fn draw(rng: &mut Rng, faults: impl Fn(&mut Rng) -> bool) -> Self {
+        let count = 1 + rng.below(5);
+        let instance = |rng: &mut Rng| Instance {
+            blocks_total: 50 + rng.below(400),
+            batch_max: 1 + rng.index(12),
+            queue: VecDeque::new(),
+            running: BTreeMap::new(),
+            is_up: true,
+            report: None,
+        };
+        let instances = (0..count).map(|_| instance(rng)).collect();
+        let faults = faults(rng);
+        Self {
+            rng: rng.clone(),
+            now_ms: 1_000_000,
+            core: Dispatcher::new(Mode::LeastWork),
+            instances,
+            asks: BTreeMap::new(),
+            states: BTreeMap::new(),
+            clients: BTreeMap::new(),
+            paused: Vec::new(),
+            passed: BTreeMap::new(),
+            before: BTreeMap::new(),
+            hand_backs: true,
+            faults,
+            outcome: Outcome::default(),
+        }
+    }
+
+    fn run(mut self) -> Result<Outcome, String> {
+        let (begin_ms, pace) = (self.now_ms, 3 + self.rng.below(20));
+        self.report()?;
+        while self.now_ms < begin_ms + ARRIVALS_MS + 2 * GATEWAY_QUEUE_MS {
+            self.tick(self.now_ms < begin_ms + ARRIVALS_MS, pace)?;
+            if self.now_ms > begin_ms + ARRIVALS_MS && self.states.is_empty() {
+                return Ok(Outcome { passes: self.core.stats().passes, ..self.outcome });
+            }
+        }
+        let left: Vec<_> = self.states.iter().take(3).collect();
+        Err(format!("requests are neither answered nor refused: {left:?}"))
+    }
+
     fn tick(&mut self, arrivals: bool, pace: u64) -> Result<(), String> {
         self.now_ms += DISPATCH_TICK_MS;
         if arrivals && self.rng.once_in(pace) {
@@ -233,6 +281,24 @@ impl World {
         self.handle(Event::Arrived(arrival))
     }
 
+    /// Has a small request of a tenant of a flooded pool arrive.
+    fn arrive_of(&mut self, tenant: &'static str) -> Result<(), String> {
+        let id = self.outcome.requests;
+        self.outcome.requests += 1;
+        // Less than a prefix hash: nothing waits for what is cached somewhere.
+        let blocks = 1 + self.rng.below(PIECE_BLOCKS - 1);
+        let ask = Ask { prompt_tokens: blocks * u64::from(BLOCK_TOKENS) - 1, answer_tokens: 64, sequences: 1 };
+        self.asks.insert(id, ask);
+        self.states.insert(id, State::Waiting);
+        let replay = Replay::new(ReplayLimits::default(), true);
+        self.clients.insert(id, Client { replay, tokens: 0, resumed: 0, kills: false, killed: 0 });
+        if tenant == "few" && self.before.is_empty() {
+            self.before.insert(id, 0);
+        }
+        let (tenant, prefix) = (tenant.into(), prefix(id, blocks));
+        self.handle(Event::Arrived(Arrival { id: RequestId(id), ask, tenant, priority: 0, bytes: 100, prefix }))
+    }
+
     /// Hands on reports that were made up to now; some instances have not reported anew.
     fn report(&mut self) -> Result<(), String> {
         for number in 0..self.instances.len() {
@@ -256,7 +322,7 @@ impl World {
             self.outcome.answered += 1;
             self.end(id)?;
         }
-        let back = if self.rng.once_in(60) { self.instances[number].queue.pop_back() } else { None };
+        let back = if self.hand_backs && self.rng.once_in(60) { self.instances[number].queue.pop_back() } else { None };
         if let Some(id) = back {
             let client = self.clients.get_mut(&id).ok_or("a request without a client waits")?;
             if client.replay.waits_for_turn() && self.core.may_hand_back(RequestId(id)) {
@@ -416,6 +482,14 @@ impl World {
     fn bound(&mut self, id: u64, instance: u32, head: Option<(RequestId, Option<u32>)>) -> Result<(), String> {
         if self.states.get(&id) != Some(&State::Waiting) {
             return Err(format!("request {id} is bound to {instance} while it is {:?}", self.states.get(&id)));
+        }
+        if self.before.remove(&id).is_none()
+            && let Some((few, before)) = self.before.iter_mut().next()
+        {
+            *before += 1;
+            if *before > BEFORE_MAX {
+                return Err(format!("{before} requests of another tenant started before request {few}"));
+            }
         }
         if let Some((head, reserved)) = head
             && head.0 != id

@@ -44,7 +44,8 @@ struct SimArgs {
     roles: Option<bool>,
     /// Beside everything else, in every pool: taken-back takes back role orders that may have arrived; fenced fences instances
     /// that have a role order or have asked for prompts; with unacknowledged, workers find full queues when they answer; with
-    /// late-writes, prompts are read from memory that peers still write. Overrides --nodes and --roles.
+    /// late-writes, prompts are read from memory that peers still write; with unreleased, releases of leases find full queues.
+    /// Overrides --nodes and --roles.
     #[arg(long, value_name = "WHAT", value_parser = parse_aim)]
     aim: Option<Aim>,
     /// Threads for many seeds [default: all cores].
@@ -71,7 +72,7 @@ struct SimArgs {
 }
 
 fn parse_aim(text: &str) -> Result<Aim, String> {
-    Aim::named(text).ok_or_else(|| "expected taken-back, fenced, unacknowledged or late-writes".to_owned())
+    Aim::named(text).ok_or_else(|| "expected taken-back, fenced, unacknowledged, late-writes or unreleased".to_owned())
 }
 
 fn parse_seeds(text: &str) -> Result<Range<u64>, String> {

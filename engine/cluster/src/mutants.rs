@@ -63,6 +63,8 @@ lagoon_types::mutants! {
     HandBackLost,
     /// A dispatcher queues requests of an instance that left the reports again, as their callers do.
     BoundTwice,
+    /// A dispatcher starts requests without charging their tenants.
+    TenantUncharged,
     /// A dispatcher lets any number of requests pass a waiting head.
     HeadStarved,
     /// A gateway has an answer of which its client has the beginning computed again from its start.

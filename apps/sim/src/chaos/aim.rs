@@ -21,6 +21,8 @@ pub enum Aim {
     /// A decode worker with a slow device lends memory to requests that are cancelled, and reads prompts into that
     /// memory.
     LateWrites,
+    /// A debtor's requests that hold leases are cancelled, and its messages to creditors find full queues at that moment.
+    Unreleased,
 }
 
 /// First request id of aimed requests.
@@ -28,7 +30,8 @@ const FIRST_ID: usize = 1_000;
 
 impl Aim {
     /// All aims, in the order of their names' help text.
-    pub const ALL: [Self; 4] = [Self::TakenBack, Self::Fenced, Self::Unacknowledged, Self::LateWrites];
+    pub const ALL: [Self; 5] =
+        [Self::TakenBack, Self::Fenced, Self::Unacknowledged, Self::LateWrites, Self::Unreleased];
 
     /// The aim of this command-line name.
     #[must_use]
@@ -44,13 +47,14 @@ impl Aim {
             Self::Fenced => "fenced",
             Self::Unacknowledged => "unacknowledged",
             Self::LateWrites => "late-writes",
+            Self::Unreleased => "unreleased",
         }
     }
 
     /// Number of instances that the aim needs.
     pub(super) const fn nodes(self) -> usize {
         match self {
-            Self::TakenBack | Self::Unacknowledged | Self::LateWrites => 3,
+            Self::TakenBack | Self::Unacknowledged | Self::LateWrites | Self::Unreleased => 3,
             // The gManager declares no instance dead while more than half are silent.
             Self::Fenced => 4,
         }
@@ -68,6 +72,7 @@ impl Aim {
             Self::Fenced => asked_before(rng, pool, first_us),
             Self::Unacknowledged => unacknowledged(rng, pool, first_us),
             Self::LateWrites => late_writes(rng, pool, first_us),
+            Self::Unreleased => unreleased(rng, pool, first_us),
         }
     }
 }
@@ -148,6 +153,29 @@ fn unacknowledged(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
     let mut ops = prompts(rng, pool, asker, (at_us, 200_000));
     let full = What::Full { place: worker, class: Class::Control };
     ops.extend((0..16).map(|n| Op { at_us: at_us + n * 200_000 + rng.below(100_000), what: full }));
+    ops
+}
+
+fn unreleased(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
+    set_roles(pool, [Role::Instance; 3]);
+    let debtor: Place = 1;
+    for node in &mut pool.nodes {
+        (node.stage_blocks, node.queue, node.blocks) = (0, 64, 30);
+        (node.lend_blocks_max, node.lend_reserve_blocks) = (30, 0);
+    }
+    pool.nodes[debtor - 1].blocks = 8;
+    let room = u64::from(8 * pool.block_tokens);
+    let mut ops = Vec::new();
+    for n in 0..8 {
+        let at_us = at_us + n * 400_000;
+        let id = FIRST_ID + usize::try_from(n).unwrap_or(0);
+        let prompt = u32::try_from(room + rng.below(room)).unwrap_or(1);
+        ops.push(Op { at_us, what: What::Submit { id, place: debtor, prompt, max_tokens: 80, seed: rng.draw() } });
+        // The first message behind the full queue is a release, unless a step sends one before.
+        let at_us = at_us + 100_000 + rng.below(300_000);
+        ops.push(Op { at_us, what: What::Full { place: debtor, class: Class::Control } });
+        ops.push(Op { at_us, what: What::Cancel { id } });
+    }
     ops
 }
 

@@ -323,6 +323,47 @@ fn the_queue_is_bounded_in_requests_by_tenant_in_bytes_and_in_age() {
     assert_eq!(gateway.core.stats(), DispatchStats::default());
 }
 
+/// Two tenants and a full queue, in front of one instance that runs one request at a time.
+#[test]
+fn tenants_share_a_full_queue_and_neither_starves() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 900, 64)]);
+    let (few, many): (Arc<str>, Arc<str>) = ("few".into(), "many".into());
+    let mut tenants = BTreeMap::new();
+    // Arrivals of a tenant until one is refused: how many were taken, and why no more.
+    let fill = |gateway: &mut Gateway, tenants: &mut BTreeMap<u64, Arc<str>>, tenant: &Arc<str>, count: usize| {
+        for taken in 0..count {
+            let arrival = Arrival { tenant: Arc::clone(tenant), ..gateway.arrival(1) };
+            let id = arrival.id.0;
+            match gateway.core.handle(gateway.at_ms, Event::Arrived(arrival)).as_slice() {
+                [] => _ = tenants.insert(id, Arc::clone(tenant)),
+                [Effect::Refuse { why, .. }] => return (taken, Some(*why)),
+                effects => panic!("{effects:?}"),
+            }
+        }
+        (count, None)
+    };
+    let share = GATEWAY_QUEUE_MAX / 4 * GATEWAY_TENANT_QUARTERS;
+    assert_eq!(fill(&mut gateway, &mut tenants, &many, usize::MAX), (share, Some(Refusal::TenantFull)));
+    assert_eq!(fill(&mut gateway, &mut tenants, &few, usize::MAX), (GATEWAY_QUEUE_MAX - share, Some(Refusal::Full)));
+    // With one place at the instance, each end starts one request.
+    gateway.at_ms += 200;
+    let mut started = gateway.report(&[(1, 900, 63)]);
+    let mut order = Vec::new();
+    while order.len() < 200 {
+        let [(id, 1)] = started[..] else { panic!("{started:?} after {}", order.len()) };
+        order.push(Arc::clone(&tenants[&id]));
+        started = gateway.handle(ended(id));
+    }
+    let of = |tenant: &Arc<str>| order.iter().filter(|of| *of == tenant).count();
+    assert_eq!((of(&few), of(&many)), (100, 100), "each has half of the work");
+    assert!(order.windows(3).all(|of| of.contains(&few) && of.contains(&many)), "neither waits long");
+    // The places that became free are each tenant's own, and one beyond its share is refused although the queue has room.
+    assert_eq!(fill(&mut gateway, &mut tenants, &many, usize::MAX).1, Some(Refusal::TenantFull));
+    assert!(gateway.core.stats().waiting < GATEWAY_QUEUE_MAX);
+    assert_eq!(fill(&mut gateway, &mut tenants, &few, 90), (90, None));
+}
+
 #[test]
 fn queued_requests_outlive_a_pool_that_is_gone_for_a_while() {
     let mut gateway = Gateway::new(Mode::LeastWork);

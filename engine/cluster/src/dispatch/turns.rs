@@ -5,6 +5,7 @@
 //! tenant a lower `priority` stands further ahead by a fixed time, so that nobody is overtaken for ever.
 
 use super::RequestId;
+use crate::mutants::{self, Mutant};
 use lagoon_types::limits::{DISPATCH_TENANTS_MAX, PRIORITY_MAX, PRIORITY_STEP_MS};
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
@@ -103,7 +104,7 @@ impl Turns {
         self.floor = self.floor.max(charged);
         self.change(tenant, |tenant| {
             tenant.leave(turn, bytes);
-            tenant.charged.0 += work;
+            tenant.charged.0 += if mutants::is(Mutant::TenantUncharged) { 0.0 } else { work };
         });
         self.forget();
     }
