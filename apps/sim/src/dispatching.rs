@@ -140,8 +140,9 @@ struct World {
     paused: Vec<(u64, u64)>,
     /// Passes of the head, counted from outside.
     passed: BTreeMap<u64, u32>,
-    /// In a flooded pool: the first waiting request of the tenant that sends few, and how many of the other tenant's started meanwhile.
-    before: BTreeMap<u64, u32>,
+    /// In a flooded pool: waiting requests of the tenant that sends few. Of one that was its only one when it arrived, how many of the other
+    /// tenant's started meanwhile.
+    before: BTreeMap<u64, Option<u32>>,
     /// Whether instances give requests back. Its tenant's charge for one is taken back, too, for which others of the tenant start.
     hand_backs: bool,
     faults: bool,
@@ -292,8 +293,9 @@ impl World {
         self.states.insert(id, State::Waiting);
         let replay = Replay::new(ReplayLimits::default(), true);
         self.clients.insert(id, Client { replay, tokens: 0, resumed: 0, kills: false, killed: 0 });
-        if tenant == "few" && self.before.is_empty() {
-            self.before.insert(id, 0);
+        if tenant == "few" {
+            let is_only = self.before.is_empty();
+            self.before.insert(id, is_only.then_some(0));
         }
         let (tenant, prefix) = (tenant.into(), prefix(id, blocks));
         self.handle(Event::Arrived(Arrival { id: RequestId(id), ask, tenant, priority: 0, bytes: 100, prefix }))
@@ -484,7 +486,7 @@ impl World {
             return Err(format!("request {id} is bound to {instance} while it is {:?}", self.states.get(&id)));
         }
         if self.before.remove(&id).is_none()
-            && let Some((few, before)) = self.before.iter_mut().next()
+            && let Some((few, Some(before))) = self.before.iter_mut().next()
         {
             *before += 1;
             if *before > BEFORE_MAX {

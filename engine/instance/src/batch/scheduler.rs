@@ -537,7 +537,11 @@ mod tests {
         s.set_lost(SeqId(1), &[0..8, 9..30]);
         s.preempt(SeqId(1), 1);
         s.admit(SeqId(1), MicroBatch::Remote, 0);
-        assert_eq!(s.plan(MicroBatch::Remote, |_| true).chunks, [again(0, 7)], "the other micro-batch decodes in one row");
+        assert_eq!(
+            s.plan(MicroBatch::Remote, |_| true).chunks,
+            [again(0, 7)],
+            "the other micro-batch decodes in one row"
+        );
     }
 
     #[test]
