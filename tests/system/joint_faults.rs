@@ -114,6 +114,7 @@ fn an_instance_that_stops_for_a_while_delays_it_or_ends_it() {
             let again = ends_well(&what, &mut world);
             let joint = joint(&world, 0);
             println!("{what}: {again} tokens again, {joint:?}");
+            assert!(again <= TOKENS as u64 * 3 / 4 + STRIPE, "{what}: {again} tokens are more than the others had");
             assert!(
                 joint.begun == joint.completed + joint.ended && joint.begun + joint.alone <= 1,
                 "{what}: {joint:?}"

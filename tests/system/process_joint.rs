@@ -1,4 +1,4 @@
-//! Joint prefill by processes: a prompt that three instances compute, also when one of them is killed, and on CUDA (the fake driver).
+//! Joint prefill by processes: three compute a prompt, also when one is killed, and two on CUDA (the fake driver).
 
 use crate::process_cluster::{Cluster, wait_for_pool};
 use crate::process_regions::OnFake;
