@@ -35,7 +35,7 @@ pub fn skip(name: &str, reason: &str) {
 
 /// WebGPU on the software adapter.
 ///
-/// It has no wide kernels: each device compiles its own, and they take ten times the time of others. The conformance suite and the
+/// It has no wide kernels: each device compiles its own, and they take several times as long as others. The conformance suite and the
 /// servers of process tests have them.
 ///
 /// # Errors

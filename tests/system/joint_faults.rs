@@ -1,7 +1,7 @@
 //! Joint prefill while instances die, stop for a while or are drained, in every state of its owner and its members.
 
 use crate::joint::{BLOCK, joint, pool, spec};
-use lagoon_instance::{Event, JointPart, PeerKey};
+use lagoon_instance::{Event, JointState, PeerKey};
 use lagoon_protocol::{AdminBody, AdminDrain, ControlBody, Joint, JointBody, JointEnd, JointMember, JointPrompt};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{Spec, World, greedy};
@@ -10,8 +10,8 @@ use lagoon_tests::cluster::{Spec, World, greedy};
 const TOKENS: usize = 130;
 const STRIPE: u64 = 2 * BLOCK as u64;
 
-fn part(world: &World, node: usize) -> Option<JointPart> {
-    world.instance(node)?.joint_parts().first().copied()
+fn part(world: &World, node: usize) -> Option<JointState> {
+    world.instance(node)?.joint_states().first().copied()
 }
 
 fn is_in(world: &World, node: usize, stage: &str) -> bool {

@@ -84,14 +84,20 @@ fn compiled_shim(mutant: Option<&Mutant>) -> Result<PathBuf, String> {
     if let Some(mutant) = mutant {
         (mutant.file, mutant.from, mutant.to).hash(&mut hash);
     }
+    let flags = match mutant {
+        _ if sanitize => ["-O1", "-fsanitize=address"],
+        None => ["-O2", "-pthread"],
+        // It runs a few cases: what counts is how soon it is there.
+        Some(_) => ["-O1", "-pthread"],
+    };
     let kind = if sanitize { "asan" } else { mutant.map_or("plain", |mutant| mutant.name) };
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("shim-{kind}-{:016x}.so", hash.finish()));
     compiled::once(&out, |fresh| match mutant {
-        None => compile(root, if sanitize { SANITIZED } else { QUICK }, fresh),
+        None => compile(root, flags, fresh),
         Some(mutant) => {
             let copy = &out.with_extension("src");
             copy_mutated(root, &files, mutant, copy);
-            let done = compile(copy, if sanitize { SANITIZED } else { SOON }, fresh);
+            let done = compile(copy, flags, fresh);
             // What is left does no harm.
             let _ = std::fs::remove_dir_all(copy);
             done
@@ -116,11 +122,6 @@ fn copy_mutated(root: &Path, files: &[PathBuf], mutant: &Mutant, to: &Path) {
         std::fs::write(&to, text).expect("a source is written");
     }
 }
-
-/// Flags of a library that many cases run on, of one for a few cases, which is there sooner, and of one under the sanitizer.
-const QUICK: [&str; 2] = ["-O2", "-pthread"];
-const SOON: [&str; 2] = ["-O1", "-pthread"];
-const SANITIZED: [&str; 2] = ["-O1", "-fsanitize=address"];
 
 fn compile(root: &Path, flags: [&str; 2], out: &Path) -> Result<(), String> {
     let mut command = Command::new("c++");

@@ -33,7 +33,7 @@ pub use cx::prefix::PrefixStatus;
 pub use cx::tiers::{CacheTierConfig, CacheTierStatus, CacheTiersStatus};
 pub use event::{BlockKv, DiskEffect, DiskEvent, DiskLoss, Effect, Event, PeerKey, TransferEffect, TransferEvent};
 pub use instance::Instance;
-pub use joint::{JointPart, JointStatus, MEMBER_SEQ_BASE};
+pub use joint::{JointState, JointStatus, MEMBER_SEQ_BASE};
 pub use moves::{MovePace, MoveStatus, MovedBlocks};
 pub use prefill::{LastTimes, PrefillStatus, PrefillTimes, StageUser};
 pub use status::{InstanceStatus, SequencePlacement};

@@ -4,7 +4,7 @@ use crate::batch::freeze::FrozenDebt;
 use crate::cx::prefix::PrefixStatus;
 use crate::cx::tiers::CacheTiersStatus;
 use crate::instance::Instance;
-use crate::joint::{JointPart, JointStatus};
+use crate::joint::{JointState, JointStatus};
 use crate::look::Look;
 use crate::moves::{MovePace, MoveStatus};
 use crate::prefill::{LastTimes, PrefillStatus, StageUser};
@@ -122,7 +122,7 @@ impl Instance {
 
     /// The joint prefills that it owns, and its parts in those of others, for reading.
     #[must_use]
-    pub fn joint_parts(&self) -> Vec<JointPart> {
+    pub fn joint_states(&self) -> Vec<JointState> {
         self.joint.parts(self.cx.config.block_tokens)
     }
 

@@ -1,8 +1,8 @@
 //! The borrow guard of running requests (v2 Fig. 6a): KV may lie at a creditor if a step's local work covers its remote part, or if the
 //! debtor's memory is short.
 //!
-//! The planner's offloads use it; the choice of micro-batches uses the same time of a remote part ([`RemotePart::us`]). Mapped creditor KV is local work: the debtor's own device attends to
-//! it. A request that waits does not borrow for being covered; it waits for an instance that holds it whole (ADR 35).
+//! The planner's offloads use it; the choice of micro-batches uses the same time of a remote part ([`RemotePart::us`]). Mapped creditor
+//! KV is local work: the debtor's own device attends to it. A request that waits does not borrow for being covered; it waits for an instance that holds it whole (ADR 35).
 
 use super::crossover::as_f64;
 use super::{LinkView, ModelShape};

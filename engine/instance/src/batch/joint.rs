@@ -3,7 +3,7 @@
 
 use super::Batch;
 use super::others::PrefillQueries;
-use super::policy::{self, JointHere, JointLoad, JointPrompt};
+use super::policy::{self, JointHere, JointLoad, LongPrompt};
 use super::sequence::{HeldLease, Life, Need, Sequence};
 use super::stripes::{Layout, Stripes};
 use crate::cx::Cx;
@@ -37,7 +37,7 @@ impl Batch {
     /// Hashes a waiting sequence's prompt if several instances might compute it. Returns the number of its hashes.
     pub(super) fn hash_for_members(&mut self, cx: &Cx, id: SeqId) -> Option<usize> {
         let seq = self.seqs.get(&id).filter(|_| cx.standing.id.is_some() && cx.standing.registered)?;
-        let prompt = JointPrompt {
+        let prompt = LongPrompt {
             is_plain: seq.for_others.is_none() && seq.embedding.is_none() && !seq.needs_positions(),
             asked: seq.asked_members,
             is_elsewhere: seq.blocks.remote_blocks() > 0 || seq.blocks.lost_blocks() > 0 || seq.beside() > 0,

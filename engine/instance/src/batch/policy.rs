@@ -397,7 +397,7 @@ pub(super) struct JointHere {
 
 /// A waiting request, as joint prefill looks at it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct JointPrompt {
+pub(super) struct LongPrompt {
     /// Whether it is a request for an answer, for this instance, without what needs all positions here.
     pub(super) is_plain: bool,
     /// Whether members were asked before.
@@ -408,7 +408,7 @@ pub(super) struct JointPrompt {
 }
 
 /// Whether a prompt may be computed by several instances, before its cached prefix is known.
-pub(super) fn may_ask_members(here: JointHere, prompt: JointPrompt, tokens_min: u32) -> bool {
+pub(super) fn may_ask_members(here: JointHere, prompt: LongPrompt, tokens_min: u32) -> bool {
     let takes = here.is_on && here.is_followed && here.free_places > 0;
     takes && prompt.is_plain && !prompt.asked && !prompt.is_elsewhere && prompt.tokens >= tokens_min
 }
@@ -659,7 +659,7 @@ mod tests {
     #[test]
     fn a_long_prompt_of_which_nothing_is_elsewhere_suits_members() {
         let here = JointHere { is_on: true, is_followed: true, free_places: 1 };
-        let prompt = JointPrompt { is_plain: true, asked: false, is_elsewhere: false, tokens: 100 };
+        let prompt = LongPrompt { is_plain: true, asked: false, is_elsewhere: false, tokens: 100 };
         assert!(may_ask_members(here, prompt, 100));
         for other in [
             JointHere { is_on: false, ..here },
@@ -669,10 +669,10 @@ mod tests {
             assert!(!may_ask_members(other, prompt, 100), "{other:?}");
         }
         for other in [
-            JointPrompt { is_plain: false, ..prompt },
-            JointPrompt { asked: true, ..prompt },
-            JointPrompt { is_elsewhere: true, ..prompt },
-            JointPrompt { tokens: 99, ..prompt },
+            LongPrompt { is_plain: false, ..prompt },
+            LongPrompt { asked: true, ..prompt },
+            LongPrompt { is_elsewhere: true, ..prompt },
+            LongPrompt { tokens: 99, ..prompt },
         ] {
             assert!(!may_ask_members(here, other, 100), "{other:?}");
         }

@@ -241,8 +241,8 @@ impl Scheduler {
     }
 
     /// The next step of `micro_batch`: one row per decoding sequence, then chunks of prompts and lost ranges, within
-    /// the row budget ([`policy::prompt_rows`]). A chunk whose windowed KV is missing is preceded by those that compute it. `ready` says whether a
-    /// sequence has memory for its tokens; others sit out.
+    /// the row budget ([`policy::prompt_rows`]). A chunk whose windowed KV is missing is preceded by those that compute it.
+    /// `ready` says whether a sequence has memory for its tokens; others sit out.
     pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> StepPlan {
         let mut budget = self.rows_max(micro_batch);
         let prompt_rows = self.prompt_rows(micro_batch, &ready).min(self.chunk_rows);

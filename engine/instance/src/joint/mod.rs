@@ -45,7 +45,7 @@ pub struct JointStatus {
 
 /// An instance's part in a joint prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct JointPart {
+pub struct JointState {
     /// It is the owner.
     pub owns: bool,
     /// Name of the state.
@@ -134,9 +134,10 @@ impl Joints {
     }
 
     /// Own joint prefills, and parts of others'.
-    pub(crate) fn parts(&self, block_tokens: u32) -> Vec<JointPart> {
-        let owned = self.owned.values().map(|owned| JointPart { owns: true, stage: owned.stage(), computed_tokens: 0 });
-        let part = |member: &Member| JointPart {
+    pub(crate) fn parts(&self, block_tokens: u32) -> Vec<JointState> {
+        let owned =
+            self.owned.values().map(|owned| JointState { owns: true, stage: owned.stage(), computed_tokens: 0 });
+        let part = |member: &Member| JointState {
             owns: false,
             stage: member.stage(),
             computed_tokens: member.computed() * block_tokens,
