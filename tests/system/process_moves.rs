@@ -93,6 +93,11 @@ fn grow_and_recall(pool: &FaultPool, seed: u64, over: &mut Vec<(&'static str, Wa
     while received == 0 && !stream.is_over() {
         let recalls = number(&pool.status("a"), "moves/recalls_received");
         let free = number(&pool.status("b"), "blocks_free") as u32;
+        if free < 4 {
+            // It lends all just now.
+            std::thread::sleep(Duration::from_millis(20));
+            continue;
+        }
         let sizes = [free - 3 * (free / 4), free / 4, free / 4, free / 4];
         let growing = sizes.map(|blocks| pool.watch("b", &fresh(tokens(blocks) - 2), 20));
         growing.into_iter().for_each(|stream| end("grew into what was lent", stream));

