@@ -57,7 +57,16 @@ struct Files {
     /// Named files, with the bytes that they count for.
     index: Mutex<Tier<()>>,
     /// Locked as long as this process has the directory.
-    _lock: File,
+    lock: File,
+}
+
+impl Drop for Files {
+    /// Closing the file is not enough: a child of this process has it too until it executes its program.
+    fn drop(&mut self) {
+        if let Err(error) = self.lock.unlock() {
+            tracing::debug!(%error, "the lock of the cache directory ends with the process");
+        }
+    }
 }
 
 impl CacheDir {
@@ -164,7 +173,7 @@ impl Files {
         for (_, hash, bytes) in kept {
             evicted.extend(index.insert(*hash, *bytes, ()).into_iter().map(|(hash, ())| hash));
         }
-        let files = Self { dir: dir.to_owned(), shape, index: Mutex::new(index), _lock: lock };
+        let files = Self { dir: dir.to_owned(), shape, index: Mutex::new(index), lock };
         evicted.iter().for_each(|hash| files.remove(hash));
         Ok(files)
     }

@@ -115,6 +115,22 @@ fn one_process_has_a_directory_and_leaves_other_files_alone() {
     assert!(notes.exists() && path.with_file_name("notes").exists() && !incomplete.exists() && !path.exists());
 }
 
+/// A child process has the parent's open files until it executes its program.
+#[test]
+fn a_directory_is_free_once_it_is_closed_although_processes_start() {
+    let dir = tempfile::tempdir().unwrap();
+    std::thread::scope(|scope| {
+        let children = scope.spawn(|| {
+            for _ in 0..100 {
+                assert!(std::process::Command::new("true").status().unwrap().success());
+            }
+        });
+        while !children.is_finished() {
+            drop(open(dir.path(), 1));
+        }
+    });
+}
+
 #[test]
 fn a_directory_that_cannot_be_made_is_a_clear_error() {
     let dir = tempfile::tempdir().unwrap();
