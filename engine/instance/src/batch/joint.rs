@@ -11,7 +11,7 @@ use crate::outcome::{JointNews, Outcome};
 use lagoon_cluster::BorrowedLease;
 use lagoon_kv::{JointPart, Owner, Placement, RemoteBlock, RemoteEntries};
 use lagoon_types::limits::{JOINT_MEMBERS_MAX, JOINT_STRIPES_MIN};
-use lagoon_types::{InstanceId, LeaseId, MicroBatch, PhysBlock, SeqId};
+use lagoon_types::{InstanceId, LeaseId, PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
 impl Batch {
@@ -69,14 +69,14 @@ impl Batch {
     fn alone_ms(&self, cx: &Cx, tokens: u32) -> f64 {
         let row_us = self.row_us(cx);
         let row_ms = if row_us > 0.0 { row_us / 1_000.0 } else { return f64::INFINITY };
-        let rows = f64::from(self.chunk_rows(cx, MicroBatch::Local));
+        let rows = f64::from(self.chunk_rows(cx));
         let step_ms = cx.config.target_step_ms.map_or(0.0, f64::from);
         f64::from(tokens) * row_ms.max(step_ms / rows)
     }
 
     /// Rows of another prompt that a step has here now, of those whose KV is on several instances.
     pub(crate) fn joint_rows(&self, cx: &Cx) -> u32 {
-        self.chunk_rows(cx, MicroBatch::Remote).min(cx.config.remote_rows())
+        self.chunk_rows(cx).min(cx.config.remote_rows())
     }
 
     fn has_rows_for_others(&self, cx: &Cx) -> bool {

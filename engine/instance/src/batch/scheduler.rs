@@ -235,7 +235,7 @@ impl Scheduler {
         self.running.iter().filter(move |r| r.micro_batch == micro_batch && !r.in_step).map(|r| (r.seq, r.tokens))
     }
 
-    /// Bounds the rows of prompts in the next steps; at least 1.
+    /// Bounds the rows of prompts in the next steps, those of both micro-batches together; at least 1.
     pub(crate) fn limit_chunks(&mut self, rows: u32) {
         self.chunk_rows = rows.max(1);
     }
@@ -245,7 +245,7 @@ impl Scheduler {
     /// `ready` says whether a sequence has memory for its tokens; others sit out.
     pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> StepPlan {
         let mut budget = self.rows_max(micro_batch);
-        let prompt_rows = self.prompt_rows(micro_batch, &ready).min(self.chunk_rows);
+        let prompt_rows = self.prompt_rows(micro_batch, &ready);
         let warm_up = self.rings.as_ref().map_or(0, Rings::warm_up);
         let mut plan = StepPlan::default();
         for prefill in [false, true] {
@@ -281,7 +281,7 @@ impl Scheduler {
             in_flight += entry.prompt_rows;
         }
         let other = MicroBatch::ALL[1 - micro_batch.index()];
-        let left = self.config.step_rows.saturating_sub(decoding);
+        let left = self.config.step_rows.saturating_sub(decoding).min(self.chunk_rows);
         policy::prompt_rows(left, other_wants.min(self.rows_max(other)), in_flight)
     }
 
@@ -429,6 +429,13 @@ mod tests {
         done(&mut s, &remote);
         let remote = s.plan(MicroBatch::Remote, |seq| seq != SeqId(1));
         assert_eq!(rows(&remote), [(2, 1), (3, 62)], "the other one's prompt cannot start");
+        done(&mut s, &remote);
+        done(&mut s, &local);
+        // A latency target's rows are shared as well.
+        s.limit_chunks(20);
+        let local = s.plan(MicroBatch::Local, |_| true);
+        let remote = s.plan(MicroBatch::Remote, |_| true);
+        assert_eq!((rows(&local), rows(&remote)), (vec![(0, 1), (1, 10)], vec![(2, 1), (3, 10)]));
     }
 
     #[test]
