@@ -46,7 +46,7 @@ SharedBarrier& barrier_at(uintptr_t address) {
 void complete(SharedBarrier& barrier) {
     if (barrier.pending > 0 || barrier.bytes > 0) return;
     barrier.pending = barrier.expected;
-    barrier.phase.generation++;
+    release(barrier.phase);
 }
 
 // A box's element, or zero where the tensor has none; 16 bytes at a time, which nothing straddles. Where it has none the hardware
@@ -225,7 +225,7 @@ void keep_registers(uint32_t n) {
     if (n > group.registers) fail("a warpgroup keeps more registers than it has");
     block->registers_free += (group.registers - n) * 128;
     group.registers = n;
-    block->registers.generation++;
+    release(block->registers);
 }
 
 void take_registers(uint32_t n) {

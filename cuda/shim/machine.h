@@ -70,6 +70,8 @@ struct Barrier {
     uint32_t arrived = 0;
     // The instruction at which the first arrived; all others must be at it.
     const char* what = nullptr;
+    // Threads of the block that wait for the next generation.
+    std::vector<uint16_t> waiting;
 };
 
 struct Lane {
@@ -77,12 +79,11 @@ struct Lane {
     uint32_t warp = 0, lane = 0;
     void* stack_pointer = nullptr;
     bool done = false;
-    // Whether it has waited for the grids before.
-    bool waited_for_grids = false;
     // Turns that it lets pass.
     uint32_t pauses = 0;
     const Barrier* waits_at = nullptr;
-    uint64_t waits_for = 0;
+    // Whether it has waited for the grids before.
+    bool waited_for_grids = false;
     std::vector<std::vector<Copy>> groups;
     std::vector<Copy> open;
     // Groups of products that were ended; whether registers were ordered since the last wait for them.
@@ -125,6 +126,8 @@ struct Warp {
     Slot slots[2][32];
     // Fences of its lanes for the asynchronous proxy.
     uint32_t fences = 0;
+    // Lanes that have a turn: they are not done, and wait nowhere.
+    uint32_t ready = 0xffffffff;
 };
 
 struct Warpgroup {
@@ -181,6 +184,8 @@ void report(const char* what);
 bool has_failed();
 // A thread waits for the grids before: the launch's first one runs what `lagoon_shim_before_wait` was given.
 void wait_for_grids();
+// Begins the barrier's next generation: whoever waits for it has a turn again.
+void release(Barrier& barrier);
 // Gives others their turn until the barrier's generation is another; or, in the random order, for a while, once in `chance` times.
 void wait_at(Barrier& barrier);
 void pause(uint32_t chance);

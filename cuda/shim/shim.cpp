@@ -65,6 +65,9 @@ uint32_t random_below(uint32_t n) {
 }
 
 constexpr size_t STACK_BYTES = 256 << 10;
+// Fibers begin at different distances from the ends of their stacks: those are multiples of a cache's sets apart, and would evict each
+// other.
+constexpr uint32_t STACK_COLORS = 128, STACK_COLOR_BYTES = 7 * 64;
 
 // Stacks of one thread's fibers, each above a page that faults.
 struct Stacks {
@@ -156,6 +159,7 @@ void yield() { lagoon_shim_switch(&self->stack_pointer, scheduler); }
 void fiber() {
     running->body(running_params);
     self->done = true;
+    block->warps[self->warp].ready &= ~(1u << self->lane);
     for (const auto& group : self->groups) {
         if (!group.empty()) fail("a thread ends while its copies are in flight");
     }
@@ -165,29 +169,28 @@ void fiber() {
     __builtin_unreachable();
 }
 
-bool is_ready(const Lane& lane) {
-    return !lane.done && (!lane.waits_at || lane.waits_at->generation != lane.waits_for);
-}
-
-bool run_lane(Lane& lane) {
-    if (failed || !is_ready(lane)) return false;
+void run_lane(Lane& lane) {
     if (lane.pauses > 0) {
         lane.pauses--;
-        return true;
+        return;
     }
-    lane.waits_at = nullptr;
     self = &lane;
     lagoon_shim_switch(&scheduler, lane.stack_pointer);
-    return true;
 }
 
-// One turn for each lane of a warp that can go on.
-bool run_warp(std::vector<Lane>& lanes, uint32_t warp) {
-    bool progress = false;
+// One turn for each lane of a warp that has one, also if an earlier one releases it.
+bool run_warp(std::vector<Lane>& lanes, uint32_t index) {
+    const uint32_t& ready = block->warps[index].ready;
     const uint32_t start = order == RANDOM ? random_below(32) : 0;
-    for (uint32_t i = 0; i < 32; i++) {
-        const uint32_t lane = order == WARPS_AHEAD_REVERSED ? 31 - i : (i + start) % 32;
-        progress |= run_lane(lanes[32 * warp + lane]);
+    const bool reversed = order == WARPS_AHEAD_REVERSED;
+    bool progress = false;
+    for (uint32_t i = 0; i < 32 && !failed; i++) {
+        const uint32_t from_start = start ? ready >> start | ready << (32 - start) : ready;
+        const uint32_t left = reversed ? ready << i : from_start >> i;
+        if (left == 0) break;
+        i += static_cast<uint32_t>(reversed ? __builtin_clz(left) : __builtin_ctz(left));
+        run_lane(lanes[32 * index + (reversed ? 31 - i : (i + start) % 32)]);
+        progress = true;
     }
     return progress;
 }
@@ -240,7 +243,7 @@ void run_block(uint32_t threads) {
         lanes[i].thread.x = i;
         lanes[i].warp = i / 32;
         lanes[i].lane = i % 32;
-        lanes[i].stack_pointer = prepare(stack, STACK_BYTES, fiber);
+        lanes[i].stack_pointer = prepare(stack, STACK_BYTES - i % STACK_COLORS * STACK_COLOR_BYTES, fiber);
     }
     const auto waits = [](const Lane& lane) { return !lane.done; };
     while (!failed && (run_warps(lanes, threads / 32) || (std::any_of(lanes.begin(), lanes.end(), waits) && run_copy()))) {
@@ -283,9 +286,16 @@ void wait_for_grids() {
     std::thread(std::exchange(before_wait, nullptr), before_wait_context).join();
 }
 
+void release(Barrier& barrier) {
+    barrier.generation++;
+    for (uint16_t thread : barrier.waiting) block->warps[thread / 32].ready |= 1u << thread % 32;
+    barrier.waiting.clear();
+}
+
 void wait_at(Barrier& barrier) {
     self->waits_at = &barrier;
-    self->waits_for = barrier.generation;
+    barrier.waiting.push_back(static_cast<uint16_t>(self->thread.x));
+    block->warps[self->warp].ready &= ~(1u << self->lane);
     yield();
 }
 
@@ -296,7 +306,7 @@ void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(vo
     if (barrier.arrived == count) {
         if (last) last(context);
         barrier.arrived = 0;
-        barrier.generation++;
+        release(barrier);
     } else {
         wait_at(barrier);
     }

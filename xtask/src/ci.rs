@@ -1,5 +1,5 @@
 //! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the CUDA kernels' hash and budget, the test
-//! command, the rehearsal of the commands for a GPU, the demo, then clients from PyPI.
+//! command, the demo, then the rehearsal of the commands for a GPU beside clients from PyPI.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -22,13 +22,12 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
         ("kernels", times.of("kernels", || good(kernels::run(root, kernels::Task::Check)))),
     ];
     let tests = times.of("tests", || test::report(root, true))?;
-    let rehearsal = times.of("gpu-rehearse", || good(gpu_rehearse::run(root)));
     let demo = times.of("demo", || demo(root));
     match &demo {
         Ok(line) => println!("demo: ok: {line}"),
         Err(error) => println!("error: the demo failed: {error:#}"),
     }
-    let clients = times.of("clients", || good(clients::run(root, &clients::Options::default())));
+    let (rehearsal, clients) = times.of("gpu-rehearse and clients", || rehearsal_and_clients(root));
     // The numbers of tests and the failures come last, where they are seen at the end of a long log.
     for (name, _) in
         checks.iter().chain([&("gpu-rehearse", rehearsal), &("clients", clients)]).filter(|(_, good)| !good)
@@ -38,6 +37,17 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     println!("{times}");
     println!("{tests}");
     Ok(tests.good() && demo.is_ok() && rehearsal && clients && checks.iter().all(|(_, good)| *good))
+}
+
+/// The rehearsal of the commands for a GPU and the clients from PyPI, one beside the other: both mostly wait.
+fn rehearsal_and_clients(root: &Path) -> (bool, bool) {
+    // Built before: a client's pool starts the program that this may link anew.
+    let rehearsal = gpu_rehearse::Rehearsal::build(root);
+    std::thread::scope(|scope| {
+        let rehearsal = scope.spawn(|| good(rehearsal.and_then(|rehearsal| rehearsal.run())));
+        let clients = good(clients::run(root, &clients::Options::default()));
+        (rehearsal.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), clients)
+    })
 }
 
 /// Whether a check passed; prints the error of one that could not run, so that the others still do.

@@ -12,32 +12,22 @@ pub(crate) struct Tally {
     /// Names of the failed tests, as the harness prints them.
     pub(crate) failures: BTreeSet<String>,
     pub(crate) ignored: BTreeSet<Skipped>,
-    /// Targets with a failed test or a crash, as cargo names them: `-p PACKAGE --test NAME`.
-    pub(crate) targets: BTreeSet<String>,
     /// Binaries that began and have not printed a result; at the end, the crashed ones.
     pub(crate) running: usize,
 }
 
 impl Tally {
-    /// Parses a line of cargo's own output.
-    pub(crate) fn cargo_line(&mut self, line: &str) {
-        if let Some(target) = line.strip_prefix("    `").and_then(|rest| rest.strip_suffix('`')) {
-            self.targets.insert(target.to_owned());
-        }
-    }
-
     /// Adds the tests of another command.
-    pub(crate) fn add(&mut self, other: Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.passed += other.passed;
         self.failed += other.failed;
-        self.failures.extend(other.failures);
-        self.ignored.extend(other.ignored);
-        self.targets.extend(other.targets);
+        self.failures.extend(other.failures.iter().cloned());
+        self.ignored.extend(other.ignored.iter().cloned());
         self.running += other.running;
     }
 
     /// Counts failed tests as passed.
-    pub(crate) fn passes_alone(&mut self, names: &[String]) {
+    pub(crate) fn passes_alone(&mut self, names: &BTreeSet<String>) {
         self.passed += names.len();
         self.failed -= names.len();
         names.iter().for_each(|name| _ = self.failures.remove(name));

@@ -19,6 +19,7 @@ mod environment;
 mod finding;
 mod gpu_check;
 mod gpu_rehearse;
+mod jobs;
 mod kernels;
 mod libtest;
 mod licence;

@@ -5,22 +5,24 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Display, Formatter};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Write};
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
 use crate::environment::{self, RuntimeDir};
+use crate::jobs::{self, Binary, Job, Ran};
 use crate::libtest::Tally;
 use crate::skips::{self, Listed, Skipped};
 use crate::tidy;
 use crate::times::Times;
 use crate::workspace;
 
-/// Begin of the names of tests that start real processes.
+/// Begin of the names of tests that start real processes, and the binary that they are in.
 const PROCESSES: &str = "process_";
+const PROCESSES_IN: &str = "tests: test system";
 
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
 const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
@@ -31,9 +33,6 @@ const QUICK_SHADERS: [(&str, &str); 1] = [("GALLIVM_PERF", "nopt")];
 
 /// Process tests start real binaries, which `cargo test` builds only for tests of their own packages.
 const BINARIES: [&str; 7] = ["build", "--locked", "--release", "--package", "lagoon", "--package", "lagoon-paced"];
-
-/// Builds the tests: their own step has their time alone.
-const TESTS: [&str; 5] = ["test", "--locked", "--release", "--workspace", "--no-run"];
 
 /// Tests that the simulators find deliberate bugs (mutants). The whole workspace is named so that its dependencies
 /// are not rebuilt.
@@ -92,6 +91,10 @@ impl Display for Report {
             writeln!(f, "error: failed: {}", self.broken.join(", "))?;
         }
         writeln!(f, "{}", self.times)?;
+        if !outcome.slowest.is_empty() {
+            let jobs = outcome.slowest.iter().map(|(name, time)| format!("{name} {:.0}", time.as_secs_f64()));
+            writeln!(f, "slowest jobs of the tests, s: {}", jobs.collect::<Vec<_>>().join(", "))?;
+        }
         write!(f, "{} passed, {} failed, {} skipped", outcome.passed, outcome.failed, outcome.skipped.len())
     }
 }
@@ -117,8 +120,14 @@ pub(crate) fn report(root: &Path, lint: bool) -> Result<Report> {
         step(&mut times, "clippy", &|| cargo(root, &clippy));
     }
     step(&mut times, "build", &|| cargo(root, &BINARIES));
-    step(&mut times, "build tests", &|| cargo(root, &TESTS));
-    let outcome = times.of("tests", || tests(root))?;
+    heading("build tests");
+    let outcome = match times.of("build tests", || jobs::build(root)) {
+        Ok(binaries) => times.of("tests", || tests(root, &binaries))?,
+        Err(error) => {
+            println!("error: {error:#}");
+            Outcome { failed: 1, ..Outcome::default() }
+        }
+    };
     // Only this step compiles mutants.
     step(&mut times, "mutants", &|| cargo(root, &MUTANTS));
     if !outcome.good {
@@ -155,115 +164,107 @@ struct Outcome {
     failed: usize,
     failures: BTreeSet<String>,
     /// Tests that failed, and passed when they were run again alone.
-    flaky: Vec<String>,
+    flaky: BTreeSet<String>,
+    /// The jobs that took longest.
+    slowest: Vec<(String, Duration)>,
     skipped: BTreeSet<Skipped>,
     /// Skipped tests that tests/skips.toml does not list.
     unlisted: Vec<Skipped>,
 }
 
-fn tests(root: &Path) -> Result<Outcome> {
+fn tests(root: &Path, binaries: &[Binary]) -> Result<Outcome> {
     let runtime = RuntimeDir::new()?;
     let log = runtime.path().join("skipped");
     let listed = skips::listed(root)?;
-    // Tests of real processes mostly wait: they run beside all others.
-    let part = |filter: &[&str]| {
-        let mut command = workspace::cargo();
-        command
-            .args(["test", "--locked", "--release", "--workspace", "--no-fail-fast"])
-            .args(filter)
-            .env("XDG_RUNTIME_DIR", runtime.path())
-            .envs(QUICK_SHADERS)
-            .env(SKIP_LOG, &log);
-        command
+    let set = |mut job: Job| {
+        job.command.env("XDG_RUNTIME_DIR", runtime.path()).envs(QUICK_SHADERS).env(SKIP_LOG, &log);
+        job
     };
-    let processes = part(&["--lib", "--bins", "--tests", "--", PROCESSES]);
-    let others = part(&["--", "--skip", PROCESSES]);
-    let (mut tally, mut whole_good) = beside(root, others, processes)?;
-    let flaky = alone(&tally);
-    if !flaky.is_empty() {
-        let mut again = workspace::cargo();
-        again
-            .args(["test", "--locked", "--release", "--workspace", "--test", "system", "--"])
-            .args(["--exact", "--test-threads=1"])
-            .args(&flaky)
-            .env("XDG_RUNTIME_DIR", runtime.path())
-            .envs(QUICK_SHADERS)
-            .env(SKIP_LOG, &log);
-        let mut second = Tally::default();
-        if harness(root, again, &mut second, &mut io::stdout())? && second.passed == flaky.len() {
-            tally.passes_alone(&flaky);
-            whole_good = true;
+    let jobs = in_order(binaries).into_iter().chain([documentation(root), loom(root)]).map(set).collect();
+    let mut ran = jobs::run(jobs, AT_ONCE)?;
+    let again = alone(&ran);
+    let jobs = again.iter().map(|at| set(failed_ones(&ran[*at]))).collect();
+    let second = jobs::run(jobs, 1)?;
+    let mut flaky = BTreeSet::new();
+    for (at, alone) in again.into_iter().zip(second) {
+        let names = ran[at].tally.failures.clone();
+        if alone.good && alone.tally.passed == names.len() {
+            ran[at].tally.passes_alone(&names);
+            ran[at].good = true;
+            flaky.extend(names);
         }
     }
-    let loom_good = harness(root, loom(root), &mut tally, &mut io::stdout())?;
     let text = if log.exists() {
         std::fs::read_to_string(&log).context("read the log of skipped tests")?
     } else {
         String::new()
     };
-    let outcome = judge(&tally, &skips::parse_log(&text), &listed, whole_good && loom_good);
-    Ok(Outcome { flaky: if whole_good { flaky } else { Vec::new() }, ..outcome })
+    let mut tally = Tally::default();
+    ran.iter().for_each(|ran| tally.add(&ran.tally));
+    let outcome = judge(&tally, &skips::parse_log(&text), &listed, ran.iter().all(|ran| ran.good));
+    ran.sort_by_key(|ran| std::cmp::Reverse(ran.time));
+    let slowest = ran.into_iter().take(SLOWEST_SHOWN).map(|ran| (ran.name, ran.time)).collect();
+    Ok(Outcome { flaky, slowest, ..outcome })
+}
+
+/// Jobs at once. Tests of processes mostly wait, and most binaries end with a single long test.
+const AT_ONCE: usize = 3;
+/// Binaries that take longest, by their targets' names: they begin first, so that none of them ends last.
+const LONGEST: [&str; 4] = ["shim", "device", "system", "conformance"];
+/// Slowest jobs that the report names.
+const SLOWEST_SHOWN: usize = 6;
+
+/// The jobs of binaries: tests of processes, then the longest.
+fn in_order(binaries: &[Binary]) -> Vec<Job> {
+    let rank = |binary: &Binary| LONGEST.iter().position(|name| binary.name.ends_with(&format!(" {name}")));
+    let mut sorted: Vec<&Binary> = binaries.iter().collect();
+    sorted.sort_by_key(|binary| rank(binary).unwrap_or(LONGEST.len()));
+    let has_processes = |binary: &&&Binary| binary.name == PROCESSES_IN;
+    let processes = sorted.iter().filter(has_processes).map(|binary| binary.job(&[PROCESSES]));
+    let others = sorted.iter().map(|binary| match has_processes(&binary) {
+        true => binary.job(&["--skip", PROCESSES]),
+        false => binary.job(&[]),
+    });
+    processes.chain(others).collect()
 }
 
 /// Most tests that are run again.
 const AGAIN_MAX: usize = 3;
 
-/// The failed tests, if they are few, all of real processes in real time, and no other test failed: a test that failed on a busy
+/// The jobs whose failed tests are run again: if they are few, and nothing but tests failed. A test in real time that failed on a busy
 /// machine passes alone, and is reported as flaky. So is a rare race: a test that is named here more than once has a bug.
-fn alone(tally: &Tally) -> Vec<String> {
-    let whole = tally.running == 0 && tally.failed == tally.failures.len() && tally.failed <= AGAIN_MAX;
-    let whole = whole && tally.targets.iter().eq(["-p lagoon-tests --test system"]);
-    let of_processes = tally.failures.iter().all(|name| name.starts_with(PROCESSES));
-    if whole && of_processes { tally.failures.iter().cloned().collect() } else { Vec::new() }
+fn alone(ran: &[Ran]) -> Vec<usize> {
+    let failures = ran.iter().map(|ran| ran.binary.as_ref().and_then(|_| ran.failures()).map(BTreeSet::len));
+    let failures: Option<Vec<usize>> = failures.zip(ran).map(|(some, ran)| some.or(ran.good.then_some(0))).collect();
+    let failures = failures.filter(|all| all.iter().sum::<usize>() <= AGAIN_MAX).unwrap_or_default();
+    (0..failures.len()).filter(|at| failures[*at] > 0).collect()
+}
+
+/// Runs the failed tests of a job again, one after the other.
+fn failed_ones(ran: &Ran) -> Job {
+    let names = ran.tally.failures.iter().map(String::as_str);
+    let arguments: Vec<&str> = ["--exact", "--test-threads=1"].into_iter().chain(names).collect();
+    ran.binary.as_ref().expect("only binaries are run again").job(&arguments)
+}
+
+/// The tests in documentation.
+fn documentation(root: &Path) -> Job {
+    let mut command = workspace::cargo();
+    command.args(["test", "--locked", "--release", "--workspace", "--doc", "--no-fail-fast"]).current_dir(root);
+    Job { name: "documentation".to_owned(), command, binary: None }
 }
 
 /// Every interleaving of the gManager's lock-free view, under loom. Loom replaces the atomics of the whole build,
 /// which therefore has a target folder of its own.
-fn loom(root: &Path) -> Command {
+fn loom(root: &Path) -> Job {
     let target = workspace::target(root);
     let mut command = workspace::cargo();
     command
         .args(["test", "--locked", "--release", "--package", "lagoon-view", "--lib"])
+        .current_dir(root)
         .env("RUSTFLAGS", "--cfg loom")
         .env("CARGO_TARGET_DIR", target.join("loom"));
-    command
-}
-
-/// Runs two commands at once, and prints the second's output when both have ended; returns their tests, and whether both succeeded.
-fn beside(root: &Path, first: Command, second: Command) -> Result<(Tally, bool)> {
-    let (mut tally, mut other, mut output) = (Tally::default(), Tally::default(), Vec::new());
-    let (first_good, second_good) = std::thread::scope(|scope| {
-        let second = scope.spawn(|| harness(root, second, &mut other, &mut output));
-        (harness(root, first, &mut tally, &mut io::stdout()), second.join())
-    });
-    io::stdout().write_all(&output).context("print the tests' output")?;
-    let second_good = second_good.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-    tally.add(other);
-    Ok((tally, first_good? && second_good))
-}
-
-/// Runs tests, writes and counts their output; returns whether the command succeeded.
-fn harness(root: &Path, mut command: Command, tally: &mut Tally, output: &mut impl Write) -> Result<bool> {
-    let arguments: Vec<_> = command.get_args().map(|a| a.to_string_lossy().into_owned()).collect();
-    writeln!(output, "\n== cargo {}", arguments.join(" "))?;
-    command.current_dir(root).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().context("run cargo test")?;
-    let stderr = child.stderr.take();
-    let reply = std::thread::spawn(move || {
-        let lines = stderr.into_iter().flat_map(|stderr| BufReader::new(stderr).split(b'\n'));
-        let lines = lines.map_while(Result::ok).map(|line| String::from_utf8_lossy(&line).into_owned());
-        lines.inspect(|line| eprintln!("{line}")).collect::<Vec<_>>()
-    });
-    if let Some(stdout) = child.stdout.take() {
-        for line in BufReader::new(stdout).split(b'\n') {
-            let line = String::from_utf8_lossy(&line.context("read the tests' output")?).into_owned();
-            writeln!(output, "{line}")?;
-            tally.line(line.trim_end());
-        }
-    }
-    let status = child.wait().context("wait for cargo test")?;
-    reply.join().unwrap_or_default().iter().for_each(|line| tally.cargo_line(line));
-    Ok(status.success())
+    Job { name: "loom".to_owned(), command, binary: None }
 }
 
 /// The tests' result. The harness reports a test that skips itself as passed; it counts as skipped here.
@@ -280,7 +281,8 @@ fn judge(tally: &Tally, logged: &BTreeSet<Skipped>, listed: &[Listed], status_go
         passed: tally.passed.saturating_sub(names.len()),
         failed,
         failures: tally.failures.clone(),
-        flaky: Vec::new(),
+        flaky: BTreeSet::new(),
+        slowest: Vec::new(),
         skipped,
         unlisted,
     }
@@ -318,28 +320,26 @@ mod tests {
     }
 
     #[test]
-    fn few_tests_of_processes_are_run_again() {
-        let failed = |names: &[&str]| {
+    fn few_failed_tests_are_run_again() {
+        let ended = |failed: &[&str]| {
             let mut tally = Tally::default();
-            tally.line(&format!("running {} tests", names.len() + 1));
-            names.iter().for_each(|name| tally.line(&format!("test {name} ... FAILED")));
-            tally.line(&format!("test result: FAILED. 1 passed; {} failed; 0 ignored", names.len()));
-            tally.cargo_line("    `-p lagoon-tests --test system`");
-            tally
+            tally.line(&format!("running {} tests", failed.len() + 1));
+            failed.iter().for_each(|name| tally.line(&format!("test {name} ... FAILED")));
+            tally.line(&format!("test result: FAILED. 1 passed; {} failed; 0 ignored", failed.len()));
+            let binary = Some(Binary::default());
+            Ran { name: "a".into(), binary, tally, good: failed.is_empty(), time: Duration::ZERO }
         };
-        let mut tally = failed(&["process_a::b"]);
-        assert_eq!(alone(&tally), ["process_a::b"]);
-        tally.passes_alone(&alone(&tally));
-        let good = judge(&tally, &BTreeSet::new(), &[], true);
-        assert_eq!((good.good, good.passed, good.failed), (true, 2, 0));
-        assert!(alone(&failed(&["process_a::b", "moves::c"])).is_empty(), "one is not of processes");
-        assert!(alone(&failed(&["process_a", "process_b", "process_c", "process_d"])).is_empty(), "too many");
-        let mut crashed = failed(&["process_a::b"]);
-        crashed.line("running 2 tests");
-        assert!(alone(&crashed).is_empty(), "something crashed");
-        let mut silent = failed(&["process_a::b"]);
-        silent.cargo_line("    `-p lagoon-kv --lib`");
-        assert!(alone(&silent).is_empty(), "something crashed before its first line");
+        let ran = [ended(&[]), ended(&["a::b"]), ended(&["c", "d"])];
+        assert_eq!(alone(&ran), [1, 2]);
+        assert_eq!(failed_ones(&ran[2]).name, "--exact --test-threads=1 c d");
+        assert_eq!(alone(&[ended(&["a", "b"]), ended(&["c", "d"])]), [0; 0], "too many");
+        let mut crashed = ended(&["a::b"]);
+        crashed.tally.line("running 2 tests");
+        assert_eq!(alone(&[ended(&["c"]), crashed]), [0; 0], "something crashed");
+        let silent = Ran { tally: Tally::default(), good: false, ..ended(&[]) };
+        assert_eq!(alone(&[ended(&["c"]), silent]), [0; 0], "something crashed before its first line");
+        let of_cargo = Ran { binary: None, ..ended(&["c"]) };
+        assert_eq!(alone(&[of_cargo]), [0; 0]);
     }
 
     #[test]

@@ -90,6 +90,7 @@ fn compiled_shim(mutant: Option<&Mutant>) -> Result<PathBuf, String> {
         // It runs a few cases: what counts is how soon it is there.
         Some(_) => ["-O1", "-pthread"],
     };
+    (FLAGS, flags).hash(&mut hash);
     let kind = if sanitize { "asan" } else { mutant.map_or("plain", |mutant| mutant.name) };
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("shim-{kind}-{:016x}.so", hash.finish()));
     compiled::once(&out, |fresh| match mutant {
@@ -123,11 +124,26 @@ fn copy_mutated(root: &Path, files: &[PathBuf], mutant: &Mutant, to: &Path) {
     }
 }
 
+/// Flags of every shim.
+const FLAGS: &[&str] = &[
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-g1",
+    "-DLAGOON_SHIM",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-ffp-contract=off",
+    // Kernels read thread-local state at every instruction: descriptors are found without a call of the loader.
+    #[cfg(target_arch = "x86_64")]
+    "-mtls-dialect=gnu2",
+];
+
 fn compile(root: &Path, flags: [&str; 2], out: &Path) -> Result<(), String> {
     let mut command = Command::new("c++");
-    command.args(["-std=c++17", "-fPIC", "-shared", "-g1", "-DLAGOON_SHIM", "-Wall", "-Wextra", "-Werror"]);
-    command.args(["-Wno-unknown-pragmas", "-ffp-contract=off"]);
-    command.args(flags);
+    command.args(FLAGS).args(flags);
     command.arg("-o").arg(out).args([root.join("shim/shim.cpp"), root.join("shim/async.cpp")]);
     command.args(["-x", "c++"]).arg(root.join("kernels/all.cu")).arg(root.join("shim/faulty.cu"));
     // A preloaded sanitizer is for the tests, not for the compiler.
