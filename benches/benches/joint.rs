@@ -153,7 +153,7 @@ fn plot(points: &[Point], args: &Args, path: &Path) -> Result<()> {
     let scale = if args.paced { SCALE } else { 1.0 };
     let series = |y: &dyn Fn(&Point) -> f64| {
         let of = |members: &usize| Series {
-            name: format!("{members} instances"),
+            name: format!("{members} instance{}", if *members == 1 { "" } else { "s" }),
             points: points
                 .iter()
                 .filter(|of| of.members == *members)

@@ -262,9 +262,13 @@ fn an_operator_changes_roles_under_traffic() {
         let status = pool.wait(decoder, "one worker is left", |s| number(s, "prefill/workers") == 1);
         assert_eq!(status["role"], "decode", "{status}");
     }
-    let more: Vec<Watched> = (0..4).map(|n| stream(60 + n, 300, 30)).collect();
-    more.into_iter().for_each(|stream| drop(stream.finish("two decode workers", &undisturbed)));
-    assert!(number(&pool.status("p1"), "prefill/pulled") > 0, "{}", pool.status("p1"));
+    // The gateway learns the new role from its next report.
+    let took_one = (0..10).any(|round| {
+        let more: Vec<Watched> = (0..4).map(|n| stream(100 + 4 * round + n, 300, 30)).collect();
+        more.into_iter().for_each(|stream| drop(stream.finish("two decode workers", &undisturbed)));
+        number(&pool.status("p1"), "prefill/pulled") > 0
+    });
+    assert!(took_one, "{}", pool.status("p1"));
     for (command, words) in [
         (["role", "p0", "decode"], "the last one that computes prompts for others"),
         (["role", "nobody", "decode"], "no instance is called"),

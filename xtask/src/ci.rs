@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::process::Stdio;
+use std::thread::ScopedJoinHandle;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -16,12 +17,21 @@ const DEMO_SECONDS_MAX: u64 = 60;
 
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let mut times = Times::default();
-    let checks = [
+    let mut checks = vec![
         ("deny", times.of("deny", || good(deny::run(root)))),
         ("wgsl", times.of("wgsl", || good(wgsl::run(root)))),
-        ("kernels", times.of("kernels", || good(kernels::run(root, kernels::Task::Check)))),
     ];
-    let tests = times.of("tests", || test::report(root, true))?;
+    // One processor and the network are enough for these: they go on beside the builds.
+    let (kernels, tests) = std::thread::scope(|scope| {
+        let kernels = scope.spawn(|| good(kernels::run(root, kernels::Task::Check)));
+        let packages = scope.spawn(|| clients::install(root));
+        let tests = times.of("tests", || test::report(root, true));
+        // Whoever runs the clients installs what is missing, and reports why that fails.
+        let _again_below = join(packages);
+        (join(kernels), tests)
+    });
+    let tests = tests?;
+    checks.push(("kernels", kernels));
     let demo = times.of("demo", || demo(root));
     match &demo {
         Ok(line) => println!("demo: ok: {line}"),
@@ -46,8 +56,13 @@ fn rehearsal_and_clients(root: &Path) -> (bool, bool) {
     std::thread::scope(|scope| {
         let rehearsal = scope.spawn(|| good(rehearsal.and_then(|rehearsal| rehearsal.run())));
         let clients = good(clients::run(root, &clients::Options::default()));
-        (rehearsal.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), clients)
+        (join(rehearsal), clients)
     })
+}
+
+/// A thread's result; its panic is this thread's.
+fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// Whether a check passed; prints the error of one that could not run, so that the others still do.

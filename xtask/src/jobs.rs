@@ -73,6 +73,25 @@ pub(crate) struct Job {
     pub(crate) binary: Option<Binary>,
 }
 
+impl Job {
+    /// The same job behind those of ordinary priority.
+    pub(crate) fn behind(self) -> Self {
+        if !cfg!(unix) {
+            return self;
+        }
+        let mut command = Command::new("nice");
+        command.args(["-n", "10"]).arg(self.command.get_program()).args(self.command.get_args());
+        for (name, value) in self.command.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        self.command.get_current_dir().map(|folder| command.current_dir(folder));
+        Self { command, ..self }
+    }
+}
+
 /// A job's end.
 #[derive(Debug)]
 pub(crate) struct Ran {

@@ -103,7 +103,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<bool> {
     }
     let started = Instant::now();
     let target = workspace::target(root);
-    let place = Place { root, folder: target.join("clients"), target: &target };
+    let place = Place::new(root, &target);
     let chosen: Vec<&Client> = CLIENTS.iter().filter(|client| outcome_before(client, options).is_none()).collect();
     let pythons = pythons(&place, &chosen)?;
     let installed = started.elapsed();
@@ -128,6 +128,12 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<bool> {
     Ok(good)
 }
 
+/// Installs the packages of all clients, where they are not there.
+pub(crate) fn install(root: &Path) -> Result<()> {
+    let target = workspace::target(root);
+    pythons(&Place::new(root, &target), &CLIENTS.each_ref()).map(drop)
+}
+
 /// Why a client does not run.
 fn outcome_before(client: &Client, options: &Options) -> Option<Outcome> {
     let runs = options.only.is_empty() || options.only.iter().any(|name| name == client.name);
@@ -142,7 +148,11 @@ struct Place<'a> {
     folder: PathBuf,
 }
 
-impl Place<'_> {
+impl<'a> Place<'a> {
+    fn new(root: &'a Path, target: &'a Path) -> Self {
+        Self { root, target, folder: target.join("clients") }
+    }
+
     fn scripts(&self) -> PathBuf {
         self.root.join("tests/clients")
     }
