@@ -184,7 +184,7 @@ void report(const char* what);
 bool has_failed();
 // A thread waits for the grids before: the launch's first one runs what `lagoon_shim_before_wait` was given.
 void wait_for_grids();
-// Begins the barrier's next generation: whoever waits for it has a turn again.
+// Advances the generation and makes the waiting threads ready.
 void release(Barrier& barrier);
 // Gives others their turn until the barrier's generation is another; or, in the random order, for a while, once in `chance` times.
 void wait_at(Barrier& barrier);

@@ -65,8 +65,7 @@ uint32_t random_below(uint32_t n) {
 }
 
 constexpr size_t STACK_BYTES = 256 << 10;
-// Fibers begin at different distances from the ends of their stacks: those are multiples of a cache's sets apart, and would evict each
-// other.
+// Stack colouring: stacks are aligned, so that equal depths would map to the same sets of a cache.
 constexpr uint32_t STACK_COLORS = 128, STACK_COLOR_BYTES = 7 * 64;
 
 // Stacks of one thread's fibers, each above a page that faults.
@@ -178,7 +177,7 @@ void run_lane(Lane& lane) {
     lagoon_shim_switch(&scheduler, lane.stack_pointer);
 }
 
-// One turn for each lane of a warp that has one, also if an earlier one releases it.
+// Gives each ready lane of a warp one turn, also a lane that an earlier one releases in this pass.
 bool run_warp(std::vector<Lane>& lanes, uint32_t index) {
     const uint32_t& ready = block->warps[index].ready;
     const uint32_t start = order == RANDOM ? random_below(32) : 0;

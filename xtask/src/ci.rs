@@ -1,5 +1,5 @@
-//! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the CUDA kernels' hash and budget, the test
-//! command, the demo, then the rehearsal of the commands for a GPU beside clients from PyPI.
+//! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the test command beside the CUDA kernels' hash and
+//! budget, the demo, then the rehearsal of the commands for a GPU beside clients from PyPI.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -26,8 +26,8 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
         let kernels = scope.spawn(|| good(kernels::run(root, kernels::Task::Check)));
         let packages = scope.spawn(|| clients::install(root));
         let tests = times.of("tests", || test::report(root, true));
-        // Whoever runs the clients installs what is missing, and reports why that fails.
-        let _again_below = join(packages);
+        // `clients::run` installs missing packages again, and reports the error.
+        let _reported_below = join(packages);
         (join(kernels), tests)
     });
     let tests = tests?;

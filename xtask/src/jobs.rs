@@ -26,6 +26,11 @@ pub(crate) struct Binary {
 }
 
 impl Binary {
+    #[cfg(test)]
+    pub(crate) fn named(name: &str) -> Self {
+        Self { name: name.to_owned(), ..Self::default() }
+    }
+
     /// A run of its tests that `arguments` select.
     pub(crate) fn job(&self, arguments: &[&str]) -> Job {
         let mut command = Command::new(&self.program);
@@ -98,18 +103,29 @@ pub(crate) struct Ran {
     pub(crate) name: String,
     pub(crate) binary: Option<Binary>,
     pub(crate) tally: Tally,
-    /// The status of the command.
-    pub(crate) good: bool,
+    /// The status of the command: 0, or that of the harness where tests failed. A crash has another one.
+    pub(crate) status: Option<i32>,
     pub(crate) time: Duration,
 }
 
+/// Status of a harness whose tests failed.
+const TESTS_FAILED: i32 = 101;
+
 impl Ran {
+    pub(crate) fn good(&self) -> bool {
+        self.status == Some(0)
+    }
+
     /// The tests that failed, if nothing else did: no crash, no build that failed.
     pub(crate) fn failures(&self) -> Option<&BTreeSet<String>> {
+        let tests_failed = self.status == Some(TESTS_FAILED) && self.tally.failed > 0;
         let named = self.tally.running == 0 && self.tally.failed == self.tally.failures.len();
-        (named && (self.good || self.tally.failed > 0)).then_some(&self.tally.failures)
+        (named && (self.good() || tests_failed)).then_some(&self.tally.failures)
     }
 }
+
+/// What the harness prints of a test that may hang: shown at once.
+const RUNS_LONG: &str = " has been running for over ";
 
 /// Runs jobs in their order, `at_once` of them at a time; prints a job's output when it has ended.
 ///
@@ -118,7 +134,7 @@ impl Ran {
 pub(crate) fn run(jobs: Vec<Job>, at_once: usize) -> Result<Vec<Ran>> {
     let (jobs, ended) = (Mutex::new(jobs.into_iter()), Mutex::new(Vec::new()));
     let next = || jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
-    let lane = || -> Result<()> {
+    let worker = || -> Result<()> {
         while let Some(job) = next() {
             println!("running {}", job.name);
             let (ran, output) = run_one(job)?;
@@ -130,8 +146,9 @@ pub(crate) fn run(jobs: Vec<Job>, at_once: usize) -> Result<Vec<Ran>> {
         Ok(())
     };
     std::thread::scope(|scope| {
-        let lanes: Vec<_> = (0..at_once).map(|_| scope.spawn(lane)).collect();
-        let ends = lanes.into_iter().map(|lane| lane.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        let workers: Vec<_> = (0..at_once).map(|_| scope.spawn(worker)).collect();
+        let ends =
+            workers.into_iter().map(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
         ends.collect::<Result<Vec<()>>>()
     })?;
     Ok(ended.into_inner().unwrap_or_else(PoisonError::into_inner))
@@ -155,14 +172,18 @@ fn run_one(Job { name, mut command, binary }: Job) -> Result<(Ran, Vec<u8>)> {
     let (mut tally, mut output) = (Tally::default(), Vec::new());
     for line in BufReader::new(child.stdout.take().context("a command's output")?).split(b'\n') {
         let line = line.context("read the tests' output")?;
-        tally.line(String::from_utf8_lossy(&line).trim_end());
+        let text = String::from_utf8_lossy(&line);
+        tally.line(text.trim_end());
+        if text.contains(RUNS_LONG) {
+            println!("{name}: {text}");
+        }
         output.extend(line);
         output.push(b'\n');
     }
     let status = child.wait().with_context(|| format!("wait for {name}"))?;
     output.extend(errors.join().unwrap_or_default());
-    let ran = Ran { name, binary, tally, good: status.success(), time: started.elapsed() };
-    if !ran.good {
+    let ran = Ran { name, binary, tally, status: status.code(), time: started.elapsed() };
+    if !ran.good() {
         writeln!(output, "{}: {status}", ran.name)?;
     }
     Ok((ran, output))

@@ -189,9 +189,9 @@ fn tests(root: &Path, binaries: &[Binary]) -> Result<Outcome> {
     let mut flaky = BTreeSet::new();
     for (at, alone) in again.into_iter().zip(second) {
         let names = ran[at].tally.failures.clone();
-        if alone.good && alone.tally.passed == names.len() {
+        if alone.good() && alone.tally.passed == names.len() {
             ran[at].tally.passes_alone(&names);
-            ran[at].good = true;
+            ran[at].status = Some(0);
             flaky.extend(names);
         }
     }
@@ -202,7 +202,7 @@ fn tests(root: &Path, binaries: &[Binary]) -> Result<Outcome> {
     };
     let mut tally = Tally::default();
     ran.iter().for_each(|ran| tally.add(&ran.tally));
-    let outcome = judge(&tally, &skips::parse_log(&text), &listed, ran.iter().all(|ran| ran.good));
+    let outcome = judge(&tally, &skips::parse_log(&text), &listed, ran.iter().all(Ran::good));
     ran.sort_by_key(|ran| std::cmp::Reverse(ran.time));
     let slowest = ran.into_iter().take(SLOWEST_SHOWN).map(|ran| (ran.name, ran.time)).collect();
     Ok(Outcome { flaky, slowest, ..outcome })
@@ -215,7 +215,7 @@ const LONGEST: [&str; 4] = ["shim", "device", "system", "conformance"];
 /// Slowest jobs that the report names.
 const SLOWEST_SHOWN: usize = 6;
 
-/// The jobs of binaries: tests of processes, which have the processors when they need them, then the longest.
+/// The jobs of binaries: tests of processes, then the longest. Tests in real time have the processors when they need them.
 fn in_order(binaries: &[Binary]) -> Vec<Job> {
     let rank = |binary: &Binary| LONGEST.iter().position(|name| binary.name.ends_with(&format!(" {name}")));
     let mut sorted: Vec<&Binary> = binaries.iter().collect();
@@ -223,7 +223,7 @@ fn in_order(binaries: &[Binary]) -> Vec<Job> {
     let has_processes = |binary: &&&Binary| binary.name == PROCESSES_IN;
     let processes = sorted.iter().filter(has_processes).map(|binary| binary.job(&[PROCESSES]));
     let others = sorted.iter().map(|binary| match has_processes(&binary) {
-        true => binary.job(&["--skip", PROCESSES]).behind(),
+        true => binary.job(&["--skip", PROCESSES]),
         false => binary.job(&[]).behind(),
     });
     processes.chain(others).collect()
@@ -232,13 +232,15 @@ fn in_order(binaries: &[Binary]) -> Vec<Job> {
 /// Most tests that are run again.
 const AGAIN_MAX: usize = 3;
 
-/// The jobs whose failed tests are run again: if they are few, and nothing but tests failed. A test in real time that failed on a busy
-/// machine passes alone, and is reported as flaky. So is a rare race: a test that is named here more than once has a bug.
+/// The jobs whose failed tests are run again: if they are few, all in the binary of tests in real time, and nothing but tests failed. A test
+/// that failed on a busy machine passes alone, and is reported as flaky. So is a rare race: a test that is named here more than once
+/// has a bug.
 fn alone(ran: &[Ran]) -> Vec<usize> {
-    let failures = ran.iter().map(|ran| ran.binary.as_ref().and_then(|_| ran.failures()).map(BTreeSet::len));
-    let failures: Option<Vec<usize>> = failures.zip(ran).map(|(some, ran)| some.or(ran.good.then_some(0))).collect();
-    let failures = failures.filter(|all| all.iter().sum::<usize>() <= AGAIN_MAX).unwrap_or_default();
-    (0..failures.len()).filter(|at| failures[*at] > 0).collect()
+    let few = ran.iter().map(|ran| ran.tally.failed).sum::<usize>() <= AGAIN_MAX;
+    let in_real_time = |ran: &Ran| ran.binary.as_ref().is_some_and(|binary| binary.name == PROCESSES_IN);
+    let may_pass = |ran: &Ran| ran.good() || in_real_time(ran) && ran.failures().is_some();
+    let all = few && ran.iter().all(may_pass);
+    (0..ran.len()).filter(|at| all && !ran[*at].good()).collect()
 }
 
 /// Runs the failed tests of a job again, one after the other.
@@ -321,26 +323,31 @@ mod tests {
     }
 
     #[test]
-    fn few_failed_tests_are_run_again() {
+    fn few_failed_tests_in_real_time_are_run_again() {
         let ended = |failed: &[&str]| {
             let mut tally = Tally::default();
             tally.line(&format!("running {} tests", failed.len() + 1));
             failed.iter().for_each(|name| tally.line(&format!("test {name} ... FAILED")));
             tally.line(&format!("test result: FAILED. 1 passed; {} failed; 0 ignored", failed.len()));
-            let binary = Some(Binary::default());
-            Ran { name: "a".into(), binary, tally, good: failed.is_empty(), time: Duration::ZERO }
+            let binary = Some(Binary::named(PROCESSES_IN));
+            let status = Some(if failed.is_empty() { 0 } else { 101 });
+            Ran { name: "a".into(), binary, tally, status, time: Duration::ZERO }
         };
         let ran = [ended(&[]), ended(&["a::b"]), ended(&["c", "d"])];
         assert_eq!(alone(&ran), [1, 2]);
         assert!(failed_ones(&ran[2]).name.ends_with("--exact --test-threads=1 c d"));
         assert_eq!(alone(&[ended(&["a", "b"]), ended(&["c", "d"])]), [0; 0], "too many");
+        let other = Ran { binary: Some(Binary::default()), ..ended(&["c"]) };
+        assert_eq!(alone(&[ended(&["a"]), other]), [0; 0], "one is not in real time");
+        let of_cargo = Ran { binary: None, ..ended(&["c"]) };
+        assert_eq!(alone(&[of_cargo]), [0; 0]);
         let mut crashed = ended(&["a::b"]);
         crashed.tally.line("running 2 tests");
         assert_eq!(alone(&[ended(&["c"]), crashed]), [0; 0], "something crashed");
-        let silent = Ran { tally: Tally::default(), good: false, ..ended(&[]) };
+        let at_its_end = Ran { status: None, ..ended(&["a::b"]) };
+        assert_eq!(alone(&[at_its_end]), [0; 0], "it crashed after its last line");
+        let silent = Ran { tally: Tally::default(), status: Some(127), ..ended(&[]) };
         assert_eq!(alone(&[ended(&["c"]), silent]), [0; 0], "something crashed before its first line");
-        let of_cargo = Ran { binary: None, ..ended(&["c"]) };
-        assert_eq!(alone(&[of_cargo]), [0; 0]);
     }
 
     #[test]

@@ -56,14 +56,18 @@ struct Files {
     shape: BlockShape,
     /// Named files, with the bytes that they count for.
     index: Mutex<Tier<()>>,
-    /// Locked as long as this process has the directory.
-    lock: File,
+    /// Held as long as this process has the directory.
+    _lock: DirLock,
 }
 
-impl Drop for Files {
-    /// Closing the file is not enough: a child of this process has it too until it executes its program.
+/// The lock of a cache directory.
+#[derive(Debug)]
+struct DirLock(File);
+
+impl Drop for DirLock {
+    /// Closing the file is not enough: a forked child inherits the descriptor, and with it the lock, until it calls exec.
     fn drop(&mut self) {
-        if let Err(error) = self.lock.unlock() {
+        if let Err(error) = self.0.unlock() {
             tracing::debug!(%error, "the lock of the cache directory ends with the process");
         }
     }
@@ -165,6 +169,7 @@ impl Files {
                 return Err(error).with_context(|| format!("lock the cache directory {shown}\n{hint}"));
             }
         }
+        let lock = DirLock(lock);
         let mut index = Tier::new(limit_bytes);
         let found = scan(dir).with_context(|| format!("read the cache directory {shown}"))?;
         let surplus = found.len().saturating_sub(TIER_DISK_BLOCKS_MAX);
@@ -173,7 +178,7 @@ impl Files {
         for (_, hash, bytes) in kept {
             evicted.extend(index.insert(*hash, *bytes, ()).into_iter().map(|(hash, ())| hash));
         }
-        let files = Self { dir: dir.to_owned(), shape, index: Mutex::new(index), lock };
+        let files = Self { dir: dir.to_owned(), shape, index: Mutex::new(index), _lock: lock };
         evicted.iter().for_each(|hash| files.remove(hash));
         Ok(files)
     }

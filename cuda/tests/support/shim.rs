@@ -136,7 +136,8 @@ const FLAGS: &[&str] = &[
     "-Werror",
     "-Wno-unknown-pragmas",
     "-ffp-contract=off",
-    // Kernels read thread-local state at every instruction: descriptors are found without a call of the loader.
+    // TLS descriptors instead of a call of `__tls_get_addr`: kernels read thread-local state at every instruction. The first read of a thread,
+    // in which an older C library may change vector registers, is the launch's.
     #[cfg(target_arch = "x86_64")]
     "-mtls-dialect=gnu2",
 ];

@@ -11,7 +11,7 @@ use crate::outcome::{JointNews, Outcome};
 use lagoon_cluster::BorrowedLease;
 use lagoon_kv::{JointPart, Owner, Placement, RemoteBlock, RemoteEntries};
 use lagoon_types::limits::{JOINT_MEMBERS_MAX, JOINT_STRIPES_MIN};
-use lagoon_types::{InstanceId, LeaseId, PhysBlock, SeqId};
+use lagoon_types::{InstanceId, LeaseId, MicroBatch, PhysBlock, SeqId};
 use std::collections::BTreeMap;
 
 impl Batch {
@@ -74,9 +74,13 @@ impl Batch {
         f64::from(tokens) * row_ms.max(step_ms / rows)
     }
 
-    /// Rows of another prompt that a step has here now, of those whose KV is on several instances.
+    /// Rows of another prompt that a step has here now, of those whose KV is on several instances, beside prompts of the local
+    /// micro-batch.
     pub(crate) fn joint_rows(&self, cx: &Cx) -> u32 {
-        self.chunk_rows(cx).min(cx.config.remote_rows())
+        let local =
+            self.seqs.values().filter(|seq| self.micro_batch_of(seq.id) == MicroBatch::Local && seq.is_running());
+        let wanted = u32::try_from(local.map(Sequence::prefill_left).sum::<u64>()).unwrap_or(u32::MAX);
+        policy::prompt_rows(self.chunk_rows(cx), wanted, 0).min(cx.config.remote_rows())
     }
 
     fn has_rows_for_others(&self, cx: &Cx) -> bool {
