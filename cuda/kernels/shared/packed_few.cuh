@@ -13,9 +13,8 @@
 //   row's largest in the chunk to between 2^14 and 2^15 is divided off. The warp writes them to shared memory in the order in which
 //   `mma` takes them. Up to four rows have both terms in one tile of eight columns.
 //
-// Bytes: the weight once. In flight: two stages of each warp before the first is used. A multiprocessor of an H200 has 24 warps of the
-// kernel of four rows; 24 of that of eight, and 16 where a chunk has more than five pieces; 12 of that of 16, and 8. That is 57 KB at
-// least, where latency asks for 29 KB (gemv.cuh).
+// Bytes: the weight once. In flight: two stages of each warp before the first is used. Warps on a multiprocessor of an H200, for up to 4 /
+// 8 / 16 rows: 24 / 24 / 12 where a chunk has five pieces, else 24 / 16 / 8. That is 57 KB at least, where latency asks for 29 KB (gemv.cuh).
 //
 // Counted in the machine code for 9.0a, by 2,048 weights, which are a chunk of 16 weight rows; a multiprocessor issues four
 // instructions and receives 21 bytes a clock. None has been timed:
