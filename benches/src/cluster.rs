@@ -220,11 +220,15 @@ fn stages(gateway: &str) -> Result<Value> {
 }
 
 fn paced_us_of(http: &str) -> Result<(f64, f64)> {
+    let [late, modelled] = counters(http, ["lagoon_paced_late_us_total", "lagoon_paced_modelled_us_total"])?;
+    Ok((late, modelled))
+}
+
+/// Values of an instance's counters by name and labels; 0 for one that it does not have.
+pub fn counters<const N: usize>(http: &str, names: [&str; N]) -> Result<[f64; N]> {
     let text = get(http, "/metrics")?;
-    let number = |name: &str| -> f64 {
-        text.lines().find_map(|l| l.strip_prefix(name)).and_then(|n| n.trim().parse().ok()).unwrap_or(0.0)
-    };
-    Ok((number("lagoon_paced_late_us_total "), number("lagoon_paced_modelled_us_total ")))
+    let value = |line: &str, name: &str| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok();
+    Ok(names.map(|name| text.lines().find_map(|line| value(line, name)).unwrap_or(0.0)))
 }
 
 /// A process that is killed when dropped, with its ready line.

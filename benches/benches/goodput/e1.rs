@@ -1,4 +1,5 @@
-//! E1, long-tail goodput: a production trace on four instances, with and without a pool.
+//! E1, long-tail goodput: a production trace on four instances, with a pool, with one that computes long prompts together, and
+//! without.
 
 use crate::load::{Ran, Until, own_prompts, replay};
 use crate::systems::{Kind, Started, System};
@@ -18,11 +19,12 @@ const LONG: f64 = 32_000.0;
 /// Requests per second, in the trace's time, at which a search begins.
 const START: f64 = 0.8;
 
-/// The compared systems; the first is Lagoon, the second what it is compared with.
-fn systems() -> [System; 3] {
+/// The compared systems: Lagoon, what it is compared with, and others.
+fn systems() -> [System; 4] {
     let alone = |name, dispatch| System { name, kind: Kind::Alone { processes: vec![(1, 1.0); 4], dispatch } };
     [
-        System { name: "pool", kind: Kind::pool(4) },
+        System { name: "pool", kind: Kind::pool(4, None) },
+        System { name: "pool, long prompts computed together", kind: Kind::pool(4, Some(LONG)) },
         alone("alone, least predicted work", Dispatch::LeastWork),
         alone("alone, most free memory", Dispatch::FreeLessRecent),
     ]
@@ -85,7 +87,14 @@ impl Part<'_> {
     }
 }
 
-fn described(part: &Part<'_>, system: &System, searched: &Searched, common: &Ran, late: f64) -> Value {
+/// What a system's processes counted in all of its runs.
+struct Counted {
+    late_share: f64,
+    /// Prompts computed by several instances, and those for which none could help.
+    joint_prompts: [f64; 2],
+}
+
+fn described(part: &Part<'_>, system: &System, searched: &Searched, common: &Ran, counted: &Counted) -> Value {
     let slo = part.setup.slo;
     let point = |(rate, ran): &(f64, Ran)| json!({ "rate": rate, "met": ran.met(&slo), "cut": ran.is_cut, "seconds": ran.seconds, "failures": ran.failures() });
     let gaps: Vec<f64> = common.answers.iter().flat_map(|a| a.gaps_s.iter().map(|s| s * 1e3)).collect();
@@ -93,7 +102,8 @@ fn described(part: &Part<'_>, system: &System, searched: &Searched, common: &Ran
         common.answers.iter().filter_map(|a| a.error.as_deref()).map(|e| e.split(':').next().unwrap_or(e)).collect();
     json!({
         "offset": part.offset, "system": system.name, "goodput": searched.goodput,
-        "points": searched.points.iter().map(point).collect::<Vec<_>>(), "devices_late_share": late,
+        "points": searched.points.iter().map(point).collect::<Vec<_>>(), "devices_late_share": counted.late_share,
+        "joint_prompts": counted.joint_prompts[0], "joint_prompts_alone": counted.joint_prompts[1],
         "common": {
             "met": common.met(&slo), "failures": common.failures(), "errors": errors,
             "long_prompts": part.long_first_ms(common).len(),
@@ -116,8 +126,8 @@ fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<V
     let mut searches = Vec::new();
     let mut common_rate = None;
     // What the pool is compared with comes first: its goodput is the rate at which all are compared.
-    let [pool, least, free] = systems();
-    for system in [least, free, pool] {
+    let [pool, joint, least, free] = systems();
+    for system in [least, free, pool, joint] {
         eprintln!("  {} from request {}", system.name, part.offset);
         let started = system.start(lagoon, &part.setup.sizes)?;
         let searched = part.search(&started).with_context(|| system.name.to_owned())?;
@@ -127,12 +137,12 @@ fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<V
             Some(at) => searched.points[at].1.clone(),
             None => part.run(&started, rate, Until::End)?,
         };
-        let late = started.late_share()?;
-        searches.push((system, searched, common, late));
+        let counted = Counted { late_share: started.late_share()?, joint_prompts: started.joint_prompts()? };
+        searches.push((system, searched, common, counted));
     }
     let title = |what: &str| format!("{what}, from request {}", part.offset);
     let series = |of: &Points<'_>| -> Vec<Series> {
-        let one = |(system, searched, common, _): &(System, Searched, Ran, f64)| Series {
+        let one = |(system, searched, common, _): &(System, Searched, Ran, Counted)| Series {
             name: system.name.to_owned(),
             points: of(searched, common),
         };
@@ -163,7 +173,7 @@ fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<V
     ));
     Ok(searches
         .iter()
-        .map(|(system, searched, common, late)| described(part, system, searched, common, *late))
+        .map(|(system, searched, common, counted)| described(part, system, searched, common, counted))
         .collect())
 }
 
@@ -188,23 +198,24 @@ fn mean(ratios: &[f64]) -> f64 {
     (ratios.iter().map(|r| r.ln()).sum::<f64>() / ratios.len() as f64).exp()
 }
 
-/// Lagoon's goodput over the others', and its median first token of long prompts under theirs.
+/// The pools' goodput over the others', and their median first token of long prompts under theirs.
 fn ratios(runs: &[Value]) -> Vec<Value> {
-    let [pool, others @ ..] = systems();
+    let [pool, joint, alone @ ..] = systems();
     let of = |name: &str, pointer: &str| -> Vec<f64> {
         let runs = runs.iter().filter(|run| run["system"] == name);
         runs.map(|run| run.pointer(pointer).and_then(Value::as_f64).unwrap_or(f64::NAN)).collect()
     };
-    let each = |name: &str, pointer: &str| -> Vec<f64> {
-        of(pool.name, pointer).iter().zip(of(name, pointer)).map(|(a, b)| a / b).collect()
-    };
-    let ratio = |system: &System| {
-        let goodput = each(system.name, "/goodput");
-        let first = each(system.name, "/common/long_first_ms_median");
-        json!({ "over": system.name, "goodput": goodput, "goodput_mean": finite(mean(&goodput)),
+    let ratio = |(system, over): (&System, &System)| {
+        let each = |pointer: &str| -> Vec<f64> {
+            of(system.name, pointer).iter().zip(of(over.name, pointer)).map(|(a, b)| a / b).collect()
+        };
+        let goodput = each("/goodput");
+        let first = each("/common/long_first_ms_median");
+        json!({ "of": system.name, "over": over.name, "goodput": goodput, "goodput_mean": finite(mean(&goodput)),
             "long_first": first, "long_first_mean": finite(mean(&first)) })
     };
-    others.iter().map(ratio).collect()
+    let over_alone = |system| alone.iter().map(move |over| (system, over));
+    over_alone(&pool).chain(over_alone(&joint)).map(ratio).collect()
 }
 
 /// Runs E1: its result and its plot's panels.
@@ -227,7 +238,7 @@ pub(crate) fn run(lagoon: &Lagoon, setup: &Setup, args: &Args) -> Result<(Value,
 
 pub(crate) fn print(result: &Value) {
     let columns = ["offset", "goodput", "met", "failed", "long first ms", "TBT p99 ms", "late"];
-    println!("{:<30}{}", "system", columns.map(|c| format!("{c:>14}")).concat());
+    println!("{:<40}{}", "system", columns.map(|c| format!("{c:>14}")).concat());
     for run in result["runs"].as_array().into_iter().flatten() {
         let number = |pointer: &str| run.pointer(pointer).and_then(Value::as_f64).unwrap_or(f64::NAN);
         let values = ["/goodput", "/common/met"].map(|p| format!("{:>14.3}", number(p))).concat();
@@ -235,14 +246,15 @@ pub(crate) fn print(result: &Value) {
             ["/common/long_first_ms_median", "/common/tbt_ms_p99"].map(|p| format!("{:>14.1}", number(p))).concat();
         let (offset, failed, late) = (number("/offset"), number("/common/failures"), number("/devices_late_share"));
         println!(
-            "{:<30}{offset:>14.0}{values}{failed:>14.0}{rest}{late:>14.3}",
+            "{:<40}{offset:>14.0}{values}{failed:>14.0}{rest}{late:>14.3}",
             run["system"].as_str().unwrap_or_default()
         );
     }
     for ratio in result["ratios"].as_array().into_iter().flatten() {
         let number = |name: &str| ratio[name].as_f64().unwrap_or(f64::NAN);
         println!(
-            "pool over {}: goodput {:.2} {}, median first token of long prompts {:.2} {}",
+            "{} over {}: goodput {:.2} {}, median first token of long prompts {:.2} {}",
+            ratio["of"].as_str().unwrap_or_default(),
             ratio["over"].as_str().unwrap_or_default(),
             number("goodput_mean"),
             ratio["goodput"],

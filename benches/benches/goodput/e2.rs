@@ -40,7 +40,7 @@ fn systems() -> [System; 5] {
         kind: Kind::Alone { processes: processes.to_vec(), dispatch: Dispatch::LeastWork },
     };
     [
-        System { name: "pool", kind: Kind::pool(INSTANCES) },
+        System { name: "pool", kind: Kind::pool(INSTANCES, None) },
         alone("4x1", &[(1, 1.0); 4]),
         alone("two pairs", &[(2, PAIR); 2]),
         alone("a pair and two singles", &[(2, PAIR), (1, 1.0), (1, 1.0)]),

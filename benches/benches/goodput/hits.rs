@@ -31,7 +31,7 @@ const INSTANCES: u32 = 4;
 fn systems() -> [System; 3] {
     let pool = |name, lend_percent, dispatch| System {
         name,
-        kind: Kind::Pool { instances: INSTANCES, lend_percent, dispatch },
+        kind: Kind::Pool { instances: INSTANCES, lend_percent, dispatch, joint_from: None },
     };
     [
         pool("pool, bound late by the gateway", 100, "least-work"),

@@ -2,7 +2,7 @@
 //!
 //! * `e1`: a production trace with a long tail on four instances. Goodput (the highest rate at which 90 % meet the objective),
 //!   and, at the goodput of instances on their own, the first token of prompts over 32k, failures, and the time between
-//!   tokens. Beside a pool behind its gateway: the same instances without lending, dispatched to the most free memory
+//!   tokens. Beside a pool behind its gateway, and one whose instances compute long prompts together: the same instances without lending, dispatched to the most free memory
 //!   as the gateway does it without predictions, and by least predicted work.
 //! * `e2`: three phases, the second with requests that no instance holds. Goodput over the whole trace. Beside the pool:
 //!   static splits of the same hardware.
@@ -148,7 +148,7 @@ impl Setup {
         };
         let whole = Slo::default();
         Self {
-            sizes: Sizes { pace, step_tokens: args.step_tokens, port: args.port, cache: None },
+            sizes: Sizes { pace, tokens, step_tokens: args.step_tokens, port: args.port, cache: None },
             tokens,
             time,
             slo: Slo { first_token_s: whole.first_token_s / time, ..whole },

@@ -2,7 +2,7 @@
 //! benchmark.
 
 use anyhow::{Context, Result, ensure};
-use lagoon_benches::cluster::{Lagoon, Process, Up, late_share, status};
+use lagoon_benches::cluster::{Lagoon, Process, Up, counters, late_share, status};
 use lagoon_benches::pace::Pace;
 use lagoon_sim::paper::dispatch::{CHARGE_US, Dispatch, View, choose, work_us};
 use lagoon_sim::paper::hardware::Timing;
@@ -50,8 +50,9 @@ pub(crate) struct System {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Kind {
-    /// Instances that lend to each other, behind the gateway, which dispatches by this policy of `--dispatch`.
-    Pool { instances: u32, lend_percent: u32, dispatch: &'static str },
+    /// Instances that lend to each other, behind the gateway, which dispatches by this policy of `--dispatch`. All of them
+    /// compute prompts of at least `joint_from` tokens of the trace together.
+    Pool { instances: u32, lend_percent: u32, dispatch: &'static str, joint_from: Option<f64> },
     /// Processes on their own: how many instances each stands for, and its efficiency.
     Alone { processes: Vec<(u32, f64)>, dispatch: Dispatch },
 }
@@ -60,6 +61,8 @@ pub(crate) enum Kind {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     pub(crate) pace: Pace,
+    /// Tokens of the trace that one of its tokens stands for.
+    pub(crate) tokens: f64,
     pub(crate) step_tokens: u32,
     pub(crate) port: u16,
     /// Prefix caches, if any.
@@ -94,9 +97,9 @@ impl Sizes {
 }
 
 impl Kind {
-    /// A pool as it is by default.
-    pub(crate) const fn pool(instances: u32) -> Self {
-        Self::Pool { instances, lend_percent: 100, dispatch: "least-work" }
+    /// A pool as it is by default, but for joint prefill.
+    pub(crate) const fn pool(instances: u32, joint_from: Option<f64>) -> Self {
+        Self::Pool { instances, lend_percent: 100, dispatch: "least-work", joint_from }
     }
 }
 
@@ -114,14 +117,32 @@ impl Started {
     pub(crate) fn late_share(&self) -> Result<f64> {
         self.https.iter().map(|http| late_share(http)).try_fold(0.0, |most: f64, late| Ok(most.max(late?)))
     }
+
+    /// Prompts since the start that several instances computed to their end, and those for which none could help.
+    pub(crate) fn joint_prompts(&self) -> Result<[f64; 2]> {
+        let names = ["completed", "alone"].map(|result| format!("lagoon_joint_prefills_total{{result=\"{result}\"}}"));
+        self.https.iter().try_fold([0.0; 2], |[completed, alone], http| {
+            let of = counters(http, names.each_ref().map(String::as_str))?;
+            Ok([completed + of[0], alone + of[1]])
+        })
+    }
 }
 
 impl System {
     pub(crate) fn start(&self, lagoon: &Lagoon, sizes: &Sizes) -> Result<Started> {
         match &self.kind {
-            Kind::Pool { instances, lend_percent, dispatch } => {
-                let of = [format!("--instances={instances}"), format!("--lend-percent={lend_percent}")];
-                pool(lagoon, sizes, &[&of[..], &[format!("--dispatch={dispatch}")]].concat())
+            Kind::Pool { instances, lend_percent, dispatch, joint_from } => {
+                let mut own = vec![
+                    format!("--instances={instances}"),
+                    format!("--lend-percent={lend_percent}"),
+                    format!("--dispatch={dispatch}"),
+                ];
+                if let Some(tokens) = joint_from {
+                    let tokens = crate::hits::whole(tokens / sizes.tokens);
+                    let joint = [("prefill-instances", *instances), ("prefill-instances-tokens", tokens)];
+                    own.extend(joint.map(|(flag, value)| format!("--{flag}={value}")));
+                }
+                pool(lagoon, sizes, &own)
             }
             Kind::Alone { processes, dispatch } => alone(lagoon, sizes, processes, *dispatch),
         }
