@@ -1,16 +1,17 @@
-//! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the test command beside the CUDA kernels' hash and
-//! budget, the demo, then the rehearsal of the commands for a GPU beside clients from PyPI.
+//! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the test command, and beside it the CUDA kernels' hash
+//! and budget, the rehearsal of the commands for a GPU, and clients from PyPI; then the demo.
 
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::thread::ScopedJoinHandle;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
+use crate::jobs::Job;
 use crate::times::Times;
-use crate::{clients, deny, gpu_rehearse, kernels, test, wgsl, workspace};
+use crate::{clients, deny, kernels, test, wgsl, workspace};
 
 /// Time limit of the demo's answer, after the build, as the README promises.
 const DEMO_SECONDS_MAX: u64 = 60;
@@ -25,8 +26,8 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     let (kernels, tests) = std::thread::scope(|scope| {
         let kernels = scope.spawn(|| good(kernels::run(root, kernels::Task::Check)));
         let packages = scope.spawn(|| clients::install(root));
-        let tests = times.of("tests", || test::report(root, true));
-        // `clients::run` installs missing packages again, and reports the error.
+        let tests = times.of("tests", || test::report(root, true, vec![check("gpu-rehearse")?, check("clients")?]));
+        // The clients' check installs missing packages again, and reports the error.
         let _reported_below = join(packages);
         (join(kernels), tests)
     });
@@ -37,27 +38,20 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
         Ok(line) => println!("demo: ok: {line}"),
         Err(error) => println!("error: the demo failed: {error:#}"),
     }
-    let (rehearsal, clients) = times.of("gpu-rehearse and clients", || rehearsal_and_clients(root));
     // The numbers of tests and the failures come last, where they are seen at the end of a long log.
-    for (name, _) in
-        checks.iter().chain([&("gpu-rehearse", rehearsal), &("clients", clients)]).filter(|(_, good)| !good)
-    {
+    for (name, _) in checks.iter().filter(|(_, good)| !good) {
         println!("error: {name} failed");
     }
     println!("{times}");
     println!("{tests}");
-    Ok(tests.good() && demo.is_ok() && rehearsal && clients && checks.iter().all(|(_, good)| *good))
+    Ok(tests.good() && demo.is_ok() && checks.iter().all(|(_, good)| *good))
 }
 
-/// The rehearsal of the commands for a GPU and the clients from PyPI, one beside the other: both mostly wait.
-fn rehearsal_and_clients(root: &Path) -> (bool, bool) {
-    // Built before: a client's pool starts the program that this may link anew.
-    let rehearsal = gpu_rehearse::Rehearsal::build(root);
-    std::thread::scope(|scope| {
-        let rehearsal = scope.spawn(|| good(rehearsal.and_then(|rehearsal| rehearsal.run())));
-        let clients = good(clients::run(root, &clients::Options::default()));
-        (join(rehearsal), clients)
-    })
+/// A command of this program as a job beside the tests.
+fn check(command: &'static str) -> Result<Job> {
+    let mut program = Command::new(std::env::current_exe().context("this program's path")?);
+    program.arg(command);
+    Ok(Job { name: command.to_owned(), command: program, binary: None })
 }
 
 /// A thread's result; its panic is this thread's.

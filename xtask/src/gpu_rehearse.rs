@@ -225,49 +225,31 @@ fn listed(pack: &Path) -> Result<(Vec<u64>, Vec<String>)> {
     Ok((parts, sections))
 }
 
-/// Everything that a rehearsal needs, built.
-pub(crate) struct Rehearsal<'a> {
-    root: &'a Path,
-    steps: Vec<Step>,
-    sections: Vec<String>,
-    archive: PathBuf,
-    fakes: Fakes,
-}
-
-impl<'a> Rehearsal<'a> {
-    /// Builds the archive and the fakes, and holds the page's seconds against the check's.
-    pub(crate) fn build(root: &'a Path) -> Result<Self> {
-        let steps = steps(&fs::read_to_string(root.join("docs/gpu.md")).context("read docs/gpu.md")?)?;
-        let (archive, pack) = build_pack(root)?;
-        let (parts, sections) = listed(&pack)?;
-        let page: Vec<u64> = steps.iter().map(|step| step.seconds).collect();
-        ensure!(page == parts, "docs/gpu.md has commands of {page:?} s, the check's parts have {parts:?}");
-        Ok(Self { root, steps, sections, archive, fakes: fakes(root)? })
-    }
-
-    /// Runs the commands; returns whether the report is complete.
-    pub(crate) fn run(&self) -> Result<bool> {
-        let folder = std::env::temp_dir().join(format!("gpu-rehearse-{}", std::process::id()));
-        fs::create_dir_all(&folder)?;
-        let mut last = None;
-        for step in &self.steps {
-            last = Some(rehearse(self.root, step, &folder, &self.archive, last.as_deref(), &self.fakes)?);
-        }
-        let text = fs::read_to_string(last.context("a report")?)?;
-        let report: Value = serde_json::from_str(&text).context("parse the report")?;
-        let checked = check_report(&report, &self.sections);
-        if let Err(error) = &checked {
-            println!("error: {error:#}\nthe folder is kept: {}", folder.display());
-            return Ok(false);
-        }
-        println!("gpu-rehearse: ok, {} commands, a report of {} KiB", self.steps.len(), text.len() >> 10);
-        fs::remove_dir_all(&folder)?;
-        Ok(true)
-    }
-}
-
+/// Builds the archive and the fakes, holds the page's seconds against the check's, and runs the commands; returns whether the
+/// report is complete.
 pub(crate) fn run(root: &Path) -> Result<bool> {
-    Rehearsal::build(root)?.run()
+    let steps = steps(&fs::read_to_string(root.join("docs/gpu.md")).context("read docs/gpu.md")?)?;
+    let (archive, pack) = build_pack(root)?;
+    let (parts, sections) = listed(&pack)?;
+    let page: Vec<u64> = steps.iter().map(|step| step.seconds).collect();
+    ensure!(page == parts, "docs/gpu.md has commands of {page:?} s, the check's parts have {parts:?}");
+    let fakes = fakes(root)?;
+    let folder = std::env::temp_dir().join(format!("gpu-rehearse-{}", std::process::id()));
+    fs::create_dir_all(&folder)?;
+    let mut last = None;
+    for step in &steps {
+        last = Some(rehearse(root, step, &folder, &archive, last.as_deref(), &fakes)?);
+    }
+    let text = fs::read_to_string(last.context("a report")?)?;
+    let report: Value = serde_json::from_str(&text).context("parse the report")?;
+    let checked = check_report(&report, &sections);
+    if let Err(error) = &checked {
+        println!("error: {error:#}\nthe folder is kept: {}", folder.display());
+        return Ok(false);
+    }
+    println!("gpu-rehearse: ok, {} commands, a report of {} KiB", steps.len(), text.len() >> 10);
+    fs::remove_dir_all(&folder)?;
+    Ok(true)
 }
 
 #[cfg(test)]

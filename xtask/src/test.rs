@@ -1,5 +1,5 @@
 //! `cargo xtask test`: rustfmt, tidy, clippy, the binaries that tests start, and every test; at the end all failures,
-//! and one line of numbers.
+//! and one line of numbers. CI runs its other checks beside the tests.
 //!
 //! Every step runs even after a failed one. A skipped test that tests/skips.toml does not list fails the command.
 
@@ -32,23 +32,12 @@ const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
 const QUICK_SHADERS: [(&str, &str); 1] = [("GALLIVM_PERF", "nopt")];
 
 /// Process tests start real binaries, which `cargo test` builds only for tests of their own packages.
-const BINARIES: [&str; 7] = ["build", "--locked", "--release", "--package", "lagoon", "--package", "lagoon-paced"];
-
-/// Tests that the simulators find deliberate bugs (mutants). The whole workspace is named so that its dependencies
-/// are not rebuilt.
-const MUTANTS: [&str; 7] = [
-    "test",
-    "--locked",
-    "--release",
-    "--workspace",
-    "--features=lagoon-sim/mutants,lagoon-transfer/mutants",
-    "--test",
-    "mutants",
-];
+const BINARIES: [&str; 10] =
+    ["build", "--locked", "--release", "--workspace", "--bin", "lagoon", "--bin", "lagoon-paced", "--bin", "gpu-check"];
 
 /// Runs everything and prints the report.
 pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
-    let report = report(root, lint)?;
+    let report = report(root, lint, Vec::new())?;
     println!("{report}");
     Ok(report.good())
 }
@@ -99,8 +88,8 @@ impl Display for Report {
     }
 }
 
-/// Runs everything.
-pub(crate) fn report(root: &Path, lint: bool) -> Result<Report> {
+/// Runs everything, and `checks` beside the tests: commands that need only the built programs, and mostly wait.
+pub(crate) fn report(root: &Path, lint: bool, checks: Vec<Job>) -> Result<Report> {
     let (mut broken, mut times) = (Vec::new(), Times::default());
     times.of("environment", environment::prepare);
     let mut step = |times: &mut Times, name: &'static str, run: &dyn Fn() -> Result<bool>| {
@@ -122,14 +111,12 @@ pub(crate) fn report(root: &Path, lint: bool) -> Result<Report> {
     step(&mut times, "build", &|| cargo(root, &BINARIES));
     heading("build tests");
     let outcome = match times.of("build tests", || jobs::build(root)) {
-        Ok(binaries) => times.of("tests", || tests(root, &binaries))?,
+        Ok(binaries) => times.of("tests", || tests(root, &binaries, checks))?,
         Err(error) => {
             println!("error: {error:#}");
             Outcome { failed: 1, ..Outcome::default() }
         }
     };
-    // Only this step compiles mutants.
-    step(&mut times, "mutants", &|| cargo(root, &MUTANTS));
     if !outcome.good {
         broken.push("tests");
     }
@@ -172,7 +159,7 @@ struct Outcome {
     unlisted: Vec<Skipped>,
 }
 
-fn tests(root: &Path, binaries: &[Binary]) -> Result<Outcome> {
+fn tests(root: &Path, binaries: &[Binary], checks: Vec<Job>) -> Result<Outcome> {
     let runtime = RuntimeDir::new()?;
     let log = runtime.path().join("skipped");
     let listed = skips::listed(root)?;
@@ -180,9 +167,15 @@ fn tests(root: &Path, binaries: &[Binary]) -> Result<Outcome> {
         job.command.env("XDG_RUNTIME_DIR", runtime.path()).envs(QUICK_SHADERS).env(SKIP_LOG, &log);
         job
     };
-    let jobs =
-        in_order(binaries).into_iter().chain([documentation(root).behind(), loom(root).behind()]).map(set).collect();
-    let mut ran = jobs::run(jobs, AT_ONCE)?;
+    // A check that waits takes a place.
+    let at_once = AT_ONCE + checks.len().min(1);
+    let mut jobs = in_order(binaries);
+    jobs.extend([documentation(root), loom(root)].map(Job::behind));
+    // What compiles, or waits, goes first, beside the tests of processes.
+    jobs.insert(0, mutants(root).behind());
+    let mut jobs: Vec<Job> = jobs.into_iter().map(set).collect();
+    jobs.splice(0..0, checks.into_iter().map(Job::behind));
+    let mut ran = jobs::run(jobs, at_once)?;
     let again = alone(&ran);
     let jobs = again.iter().map(|at| set(failed_ones(&ran[*at]))).collect();
     let second = jobs::run(jobs, 1)?;
@@ -202,6 +195,8 @@ fn tests(root: &Path, binaries: &[Binary]) -> Result<Outcome> {
     };
     let mut tally = Tally::default();
     ran.iter().for_each(|ran| tally.add(&ran.tally));
+    // A check has no tests to name.
+    tally.failures.extend(ran.iter().filter(|ran| !ran.good() && ran.tally.failed == 0).map(|ran| ran.name.clone()));
     let outcome = judge(&tally, &skips::parse_log(&text), &listed, ran.iter().all(Ran::good));
     ran.sort_by_key(|ran| std::cmp::Reverse(ran.time));
     let slowest = ran.into_iter().take(SLOWEST_SHOWN).map(|ran| (ran.name, ran.time)).collect();
@@ -248,6 +243,15 @@ fn failed_ones(ran: &Ran) -> Job {
     let names = ran.tally.failures.iter().map(String::as_str);
     let arguments: Vec<&str> = ["--exact", "--test-threads=1"].into_iter().chain(names).collect();
     ran.binary.as_ref().expect("only binaries are run again").job(&arguments)
+}
+
+/// Tests that the simulators find deliberate bugs (mutants), which only this job compiles. The whole workspace is named so that its
+/// dependencies are not rebuilt.
+fn mutants(root: &Path) -> Job {
+    let mut command = workspace::cargo();
+    let features = "--features=lagoon-sim/mutants,lagoon-transfer/mutants";
+    command.args(["test", "--locked", "--release", "--workspace", features, "--test", "mutants"]).current_dir(root);
+    Job { name: "mutants".to_owned(), command, binary: None }
 }
 
 /// The tests in documentation.
