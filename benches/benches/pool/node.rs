@@ -300,6 +300,7 @@ impl Side {
                     instance: InstanceId(CREDITOR).0,
                     quic_addr: addr.to_string(),
                     blocks_lendable: MANY,
+                    host: 0,
                 };
                 Some(ControlBody::BorrowAdvice(BorrowAdvice {
                     query: query.query,

@@ -233,6 +233,18 @@ impl InstanceConfig {
         u32::try_from(rows).unwrap_or(u32::MAX).min(self.sched.step_rows)
     }
 
+    /// Whether queries to other hosts may be relayed: this instance names its host, and no layer has a window of its own, with which
+    /// layers ask different creditors.
+    pub(crate) fn can_relay(&self) -> bool {
+        !self.host.is_empty() && self.layer_windows.pooled.is_empty()
+    }
+
+    /// As in [`Register`](lagoon_protocol::Register::host).
+    pub(crate) fn host_fingerprint(&self) -> u64 {
+        let first = blake3::hash(self.host.as_bytes()).as_bytes().first_chunk().copied();
+        if self.host.is_empty() { 0 } else { u64::from_le_bytes(first.unwrap_or_default()) }
+    }
+
     /// The properties that all instances of a pool must share.
     #[must_use]
     pub fn pool_shape(&self) -> PoolShape {

@@ -113,6 +113,8 @@ impl Cx {
             shape: config.kv,
             lease_ttl_ms: LEASE_TTL_MS,
             incarnation: config.incarnation,
+            // Of an instance that relays nothing, no candidate is on a host that it knows.
+            host: if config.can_relay() { config.host_fingerprint() } else { 0 },
         })?;
         let memory = Memory {
             rm,
@@ -159,12 +161,6 @@ impl Cx {
     /// Whether prefill workers compute the prompts of this instance's requests.
     pub(crate) fn sends_away(&self) -> bool {
         self.standing.roles.sends_away() && self.config.transfer.is_some() && self.config.role.runs()
-    }
-
-    /// Whether queries to other hosts may be relayed: this instance names its host, and no layer has a window of its own, with which
-    /// layers ask different creditors.
-    pub(crate) fn can_relay(&self) -> bool {
-        !self.config.host.is_empty() && self.config.layer_windows.pooled.is_empty()
     }
 
     /// Size of the staging buffer, in blocks; 0 if transports read and write the store itself.

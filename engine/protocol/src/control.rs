@@ -242,6 +242,9 @@ pub struct Register {
     /// Lend limit in rBlocks; all of them if absent.
     #[prost(uint32, optional, tag = "14")]
     pub lend_blocks_max: Option<u32>,
+    /// Fingerprint of its [`Hello::host`]: the first 8 bytes of the name's blake3 hash, little-endian; 0 where that is empty.
+    #[prost(fixed64, tag = "15")]
+    pub host: u64,
 }
 
 /// Memory tier of an instance's rBlocks.
@@ -326,6 +329,9 @@ pub struct Candidate {
     /// rBlocks that it would lend, by its last heartbeat and later refusals.
     #[prost(uint32, tag = "3")]
     pub blocks_lendable: u32,
+    /// As in `Register`.
+    #[prost(fixed64, tag = "4")]
+    pub host: u64,
 }
 
 /// Reply to [`BorrowQuery`]: at most `CANDIDATES` creditors, best first; the debtor tries them in order.

@@ -26,7 +26,7 @@ mod tests;
 mod view;
 mod writer;
 
-pub use row::{Flags, Link, Slot};
+pub use row::{Flags, Link, Location, Slot};
 pub use view::{Answer, Ask, Found, SortedView, Tier};
 pub use writer::ViewWriter;
 

@@ -4,8 +4,8 @@ use crate::*;
 use loom::thread;
 use std::net::SocketAddr;
 
-fn addr(port: u16) -> SocketAddr {
-    SocketAddr::from(([10, 0, 0, 1], port))
+fn at(port: u16) -> Location {
+    Location { addr: SocketAddr::from(([10, 0, 0, 1], port)), host: port.into() }
 }
 
 fn explore(f: impl Fn() + Sync + Send + 'static) {
@@ -23,7 +23,7 @@ fn ask(view: &SortedView, blocks: u32) -> Vec<Found> {
 fn no_publication_hides_a_creditor() {
     explore(|| {
         let mut writer = ViewWriter::with_links(2, 0);
-        let slots = [1, 2].map(|i| writer.add(i, Flags::default(), 0, addr(7000)).unwrap());
+        let slots = [1, 2].map(|i| writer.add(i, Flags::default(), 0, at(7000)).unwrap());
         slots.iter().for_each(|s| writer.set_lendable(*s, 5));
         writer.publish();
         let view = writer.view();
@@ -45,27 +45,30 @@ fn no_publication_hides_a_creditor() {
 fn an_address_belongs_to_its_instance() {
     explore(|| {
         let mut writer = ViewWriter::with_links(1, 0);
-        let slot = writer.add(1, Flags::default(), 0, addr(1)).unwrap();
+        let slot = writer.add(1, Flags::default(), 0, at(1)).unwrap();
         writer.set_lendable(slot, 5);
         writer.publish();
         let view = writer.view();
         let reader = thread::spawn(move || {
             for f in ask(&view, 0) {
-                assert_eq!(f.addr, addr(u16::try_from(f.instance).unwrap()));
+                assert_eq!(f.location, at(u16::try_from(f.instance).unwrap()));
             }
         });
         writer.remove(slot, 1);
-        let slot = writer.add(2, Flags::default(), 0, addr(2)).unwrap();
+        let slot = writer.add(2, Flags::default(), 0, at(2)).unwrap();
         writer.set_lendable(slot, 7);
         reader.join().unwrap();
     });
 }
 
-/// An instance that comes back at another address is named at the one or the other: only the generation tells them apart.
+/// An instance that comes back somewhere else is named at the one or the other: only the generation tells them apart.
 #[test]
-fn an_address_is_whole() {
+fn a_location_is_whole() {
     explore(|| {
-        let [old, new] = [1, 2].map(|n| SocketAddr::from(([n, 0, 0, 0, 0, 0, 0, n], 7000)));
+        let [old, new] = [1, 2].map(|n| {
+            let addr = SocketAddr::from(([n, 0, 0, 0, 0, 0, 0, n], 7000));
+            Location { addr, host: n.into() }
+        });
         let mut writer = ViewWriter::with_links(1, 0);
         let slot = writer.add(1, Flags::default(), 0, old).unwrap();
         writer.set_lendable(slot, 5);
@@ -73,7 +76,7 @@ fn an_address_is_whole() {
         let view = writer.view();
         let reader = thread::spawn(move || {
             for f in ask(&view, 0) {
-                assert!([old, new].contains(&f.addr), "{}", f.addr);
+                assert!([old, new].contains(&f.location), "{:?}", f.location);
             }
         });
         writer.remove(slot, 1);
@@ -89,7 +92,7 @@ fn competing_readers_spread() {
     explore(|| {
         let mut writer = ViewWriter::with_links(2, 0);
         for i in [1, 2] {
-            let slot = writer.add(i, Flags::default(), 0, addr(7000)).unwrap();
+            let slot = writer.add(i, Flags::default(), 0, at(7000)).unwrap();
             writer.set_lendable(slot, 30);
         }
         writer.publish();
@@ -110,7 +113,7 @@ fn competing_readers_spread() {
 fn a_pause_is_seen() {
     explore(|| {
         let mut writer = ViewWriter::with_links(1, 0);
-        let slot = writer.add(1, Flags::default(), 0, addr(7000)).unwrap();
+        let slot = writer.add(1, Flags::default(), 0, at(7000)).unwrap();
         writer.set_lendable(slot, 5);
         writer.publish();
         let view = writer.view();

@@ -1,8 +1,8 @@
 //! One instance's row: a tag, its space, its connection, its address and its links, each in atomic words.
 //!
 //! * **tag**: the instance's number (0: an empty row) over a generation of 16 bits over [`Flags`]. Number and generation
-//!   change around every change of the address, so that a reader that sees the same ones before and after has read one
-//!   address.
+//!   change around every change of the location, so that a reader that sees the same ones before and after has read one
+//!   location.
 //! * **space**: lendable blocks over booked ones, in one word: a booking is a compare-and-swap on the word it was chosen by.
 
 use crate::sync::{AtomicU64, Ordering, high, low, word, words};
@@ -43,6 +43,14 @@ impl Flags {
     pub(crate) const fn group(self) -> usize {
         (if self.has(Self::BORROWS) { 2 } else { 0 }) + (if self.has(Self::HOST) { 1 } else { 0 })
     }
+}
+
+/// Where an instance is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Location {
+    pub addr: SocketAddr,
+    /// Fingerprint of its host's name; 0 if it is unknown.
+    pub host: u64,
 }
 
 /// Row number in the view.
@@ -97,7 +105,7 @@ pub(crate) struct Row {
     conn: AtomicU64,
     /// Blocks that the instance never lends: capacity for itself only.
     kept: AtomicU64,
-    addr: [AtomicU64; 3],
+    location: [AtomicU64; 4],
     links: Box<[AtomicU64]>,
 }
 
@@ -119,13 +127,13 @@ fn generation_of(tag: u64) -> u16 {
 
 impl Row {
     pub(crate) fn new(links: usize) -> Self {
-        let addr = std::array::from_fn(|_| AtomicU64::new(0));
+        let location = std::array::from_fn(|_| AtomicU64::new(0));
         Self {
             tag: AtomicU64::new(0),
             space: AtomicU64::new(0),
             conn: AtomicU64::new(0),
             kept: AtomicU64::new(0),
-            addr,
+            location,
             links: words(links),
         }
     }
@@ -139,14 +147,14 @@ impl Row {
         (high(tag) != 0).then(|| Seen { instance: high(tag), flags: flags_of(tag), space })
     }
 
-    /// The address of `instance`, if the row still belongs to it.
-    pub(crate) fn address(&self, instance: u32) -> Option<SocketAddr> {
+    /// The location of `instance`, if the row still belongs to it.
+    pub(crate) fn location(&self, instance: u32) -> Option<Location> {
         let before = self.tag.load(Ordering::Acquire);
-        // Acquire: a reader that sees a word of a later address sees the tag that was changed before it, below.
-        let words = [0, 1, 2].map(|i: usize| self.addr[i].load(Ordering::Acquire));
+        // Acquire: a reader that sees a word of a later location sees the tag that was changed before it, below.
+        let words = [0, 1, 2, 3].map(|i: usize| self.location[i].load(Ordering::Acquire));
         let after = self.tag.load(Ordering::Acquire);
         let same = (before ^ after) & !0xffff == 0;
-        (same && high(before) == instance).then(|| unpack_addr(words))
+        (same && high(before) == instance).then(|| unpack(words))
     }
 
     pub(crate) fn kept(&self) -> u64 {
@@ -187,9 +195,9 @@ impl Row {
     // The writer.
 
     /// Gives an empty row to an instance.
-    pub(crate) fn occupy(&self, instance: u32, flags: Flags, kept: u32, addr: SocketAddr) {
+    pub(crate) fn occupy(&self, instance: u32, flags: Flags, kept: u32, location: Location) {
         let generation = generation_of(self.tag.load(Ordering::Relaxed)).wrapping_add(1);
-        for (word, value) in self.addr.iter().zip(pack_addr(addr)) {
+        for (word, value) in self.location.iter().zip(pack(location)) {
             // Release: a reader that sees this value sees the empty tag before it, or a later one.
             word.store(value, Ordering::Release);
         }
@@ -240,24 +248,26 @@ impl Row {
 
 /// An IPv4 address is distinguished from an IPv6 one by the highest bit of the last word. A flow label is not kept.
 #[allow(clippy::cast_possible_truncation, reason = "the halves of an IPv6 address are taken apart")]
-fn pack_addr(addr: SocketAddr) -> [u64; 3] {
+fn pack(Location { addr, host }: Location) -> [u64; 4] {
     match addr {
-        SocketAddr::V4(a) => [u64::from(u32::from(*a.ip())), 0, u64::from(a.port())],
+        SocketAddr::V4(a) => [u64::from(u32::from(*a.ip())), 0, u64::from(a.port()), host],
         SocketAddr::V6(a) => {
             let ip = u128::from(*a.ip());
             let port = 1 << 63 | u64::from(a.scope_id()) << 16 | u64::from(a.port());
-            [(ip >> 64) as u64, ip as u64, port]
+            [(ip >> 64) as u64, ip as u64, port, host]
         }
     }
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "ports are the lowest 16 bits, scopes 32 above them")]
-fn unpack_addr([upper, lower, port]: [u64; 3]) -> SocketAddr {
-    if port >> 63 == 0 {
-        return SocketAddr::new(IpAddr::V4(Ipv4Addr::from(low(upper))), port as u16);
-    }
-    let ip = Ipv6Addr::from(u128::from(upper) << 64 | u128::from(lower));
-    SocketAddr::V6(SocketAddrV6::new(ip, port as u16, 0, (port >> 16) as u32))
+fn unpack([upper, lower, port, host]: [u64; 4]) -> Location {
+    let addr = if port >> 63 == 0 {
+        SocketAddr::new(IpAddr::V4(Ipv4Addr::from(low(upper))), port as u16)
+    } else {
+        let ip = Ipv6Addr::from(u128::from(upper) << 64 | u128::from(lower));
+        SocketAddr::V6(SocketAddrV6::new(ip, port as u16, 0, (port >> 16) as u32))
+    };
+    Location { addr, host }
 }
 
 #[cfg(all(test, not(loom)))]
@@ -265,11 +275,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_survive() {
+    fn locations_survive() {
         for text in ["10.0.0.1:7000", "255.255.255.255:65535", "[::1]:7", "[fe80::1%3]:9", "[2001:db8::ff00:42:8329]:1"]
         {
-            let addr: SocketAddr = text.parse().unwrap();
-            assert_eq!(unpack_addr(pack_addr(addr)), addr);
+            let location = Location { addr: text.parse().unwrap(), host: u64::MAX - 1 };
+            assert_eq!(unpack(pack(location)), location);
         }
     }
 

@@ -1,17 +1,16 @@
 //! One thread: whom the view names.
 
 use crate::*;
-use std::net::SocketAddr;
 
-fn addr(instance: u32) -> SocketAddr {
-    format!("10.0.0.{instance}:7000").parse().unwrap()
+fn at(instance: u32) -> Location {
+    Location { addr: format!("10.0.0.{instance}:7000").parse().unwrap(), host: u64::from(instance) << 40 }
 }
 
 /// Instances 1, 2, … that lend so much.
 fn view(lendable: &[u32]) -> (ViewWriter, Vec<Slot>) {
     let mut writer = ViewWriter::new(64);
     let slots = (1..).zip(lendable).map(|(i, blocks)| {
-        let slot = writer.add(i, Flags::default(), 0, addr(i)).unwrap();
+        let slot = writer.add(i, Flags::default(), 0, at(i)).unwrap();
         writer.set_lendable(slot, *blocks);
         slot
     });
@@ -30,7 +29,7 @@ fn the_most_available_first() {
     let v = writer.view();
     assert_eq!(names(&v, 1, 0, Tier::Any), [3, 5, 2]);
     let answer = v.ask(&Ask { debtor: 3, blocks: 0, exclude: &[1], tier: Tier::Any });
-    assert_eq!(answer.found[0], Found { instance: 5, addr: addr(5), lendable: 20 });
+    assert_eq!(answer.found[0], Found { instance: 5, location: at(5), lendable: 20 });
     assert_eq!(names(&v, 77, 0, Tier::Any), [1, 3, 5], "a debtor that is not in the view");
 }
 
@@ -70,7 +69,7 @@ fn flags_count_at_once() {
     writer.remove(slots[3], 4);
     assert_eq!(names(&v, 1, 0, Tier::Any), [2, 3]);
     // The slot is another's: the old order may still name it, under its new number.
-    writer.add(9, Flags::default(), 0, addr(9)).unwrap();
+    writer.add(9, Flags::default(), 0, at(9)).unwrap();
     assert_eq!(names(&v, 1, 0, Tier::Any), [2, 3]);
 }
 
@@ -131,10 +130,10 @@ fn only_the_registered_connection_is_answered() {
 #[test]
 fn the_view_may_be_full() {
     let mut writer = ViewWriter::new(2);
-    let slots: Vec<_> = (1..=2).map(|i| writer.add(i, Flags::default(), 0, addr(i)).unwrap()).collect();
-    assert_eq!(writer.add(3, Flags::default(), 0, addr(3)), None);
+    let slots: Vec<_> = (1..=2).map(|i| writer.add(i, Flags::default(), 0, at(i)).unwrap()).collect();
+    assert_eq!(writer.add(3, Flags::default(), 0, at(3)), None);
     writer.remove(slots[0], 1);
-    assert_eq!(writer.add(3, Flags::default(), 0, addr(3)), Some(slots[0]));
+    assert_eq!(writer.add(3, Flags::default(), 0, at(3)), Some(slots[0]));
 }
 
 #[test]
@@ -147,7 +146,7 @@ fn threads_ask_while_the_writer_publishes() {
                 for _ in 0..20_000 {
                     let found = v.ask(&Ask { debtor: 1, blocks: 1, exclude: &[], tier: Tier::Any }).found;
                     assert_eq!(found.len(), 3);
-                    assert!(found.iter().all(|f| f.addr == addr(f.instance)));
+                    assert!(found.iter().all(|f| f.location == at(f.instance)));
                 }
             });
         }

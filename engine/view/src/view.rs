@@ -2,11 +2,10 @@
 
 use crate::index::Index;
 use crate::order::{GROUPS, Order};
-use crate::row::{Flags, Link, Row, Seen, Slot};
+use crate::row::{Flags, Link, Location, Row, Seen, Slot};
 use crate::sync::{AtomicU64, Ordering};
 use crate::{CANDIDATES, CLASS_UNMEASURED};
 use std::cmp::Reverse;
-use std::net::SocketAddr;
 use std::sync::Arc;
 
 /// Lendable rows that a reader compares in one group of the order at most: enough to spread competing debtors between
@@ -41,7 +40,7 @@ pub struct Ask<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
     pub instance: u32,
-    pub addr: SocketAddr,
+    pub location: Location,
     pub lendable: u32,
 }
 
@@ -170,8 +169,8 @@ impl SortedView {
                 left -= taken;
             }
             // The instance may have left since it was chosen.
-            if let Some(addr) = row.address(choice.seen.instance) {
-                found.push(Found { instance: choice.seen.instance, addr, lendable: choice.seen.lendable() });
+            if let Some(location) = row.location(choice.seen.instance) {
+                found.push(Found { instance: choice.seen.instance, location, lendable: choice.seen.lendable() });
             }
         }
         // Blocks that the debtor never lends are capacity for itself even while it is barred, as in `HeartbeatAck`.

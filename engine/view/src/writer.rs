@@ -2,11 +2,10 @@
 
 use crate::index::Index;
 use crate::order::Order;
-use crate::row::{Flags, Link, Row, Slot};
+use crate::row::{Flags, Link, Location, Row, Slot};
 use crate::sync::{AtomicU64, Ordering};
 use crate::view::{LINKS, Shared, SortedView};
 use std::cmp::Reverse;
-use std::net::SocketAddr;
 use std::sync::Arc;
 
 /// Write handle of the view; there is one per view.
@@ -55,7 +54,7 @@ impl ViewWriter {
 
     /// Adds a row for an instance (not 0) that lends nothing yet; `None` if the view is full. `kept` is the number of blocks
     /// that it never lends.
-    pub fn add(&mut self, instance: u32, flags: Flags, kept: u32, addr: SocketAddr) -> Option<Slot> {
+    pub fn add(&mut self, instance: u32, flags: Flags, kept: u32, location: Location) -> Option<Slot> {
         assert_ne!(instance, 0, "0 is an empty row");
         let slot = match self.free.pop() {
             Some(slot) => slot,
@@ -65,7 +64,7 @@ impl ViewWriter {
             }
             None => return None,
         };
-        self.row(Slot(slot)).occupy(instance, flags, kept, addr);
+        self.row(Slot(slot)).occupy(instance, flags, kept, location);
         self.shared.index.insert(instance, slot);
         Some(Slot(slot))
     }

@@ -37,7 +37,7 @@ impl Stranger {
         let (instance, quic_addr) = (STRANGER_ID.0, "10.9.9.9:9".to_owned());
         match body {
             ControlBody::BorrowAdvice(advice) if self.recommended => {
-                advice.candidates.insert(0, Candidate { instance, quic_addr, blocks_lendable: 40 });
+                advice.candidates.insert(0, Candidate { instance, quic_addr, blocks_lendable: 40, host: 0 });
             }
             ControlBody::Workers(workers) if self.recommended => {
                 let role = Role::Prefill as i32;

@@ -11,8 +11,7 @@
 use super::GManager;
 use lagoon_protocol::{BorrowAdvice, BorrowQuery, Candidate, Refusal, TierRequest};
 use lagoon_types::{InstanceId, limits};
-use lagoon_view::{Answer, Ask, Flags, Slot, SortedView, Tier, ViewWriter};
-use std::net::SocketAddr;
+use lagoon_view::{Answer, Ask, Flags, Location, Slot, SortedView, Tier, ViewWriter};
 
 const _: () = assert!(lagoon_view::CANDIDATES == limits::CANDIDATES);
 
@@ -48,9 +47,9 @@ impl Sorted {
         self.dirty.then_some(self.published_ms + limits::VIEW_MS)
     }
 
-    pub(super) fn add(&mut self, instance: u32, kept: u32, addr: SocketAddr) -> Option<Slot> {
+    pub(super) fn add(&mut self, instance: u32, kept: u32, location: Location) -> Option<Slot> {
         self.dirty = true;
-        self.writer.add(instance, Flags::BARRED, kept, addr)
+        self.writer.add(instance, Flags::BARRED, kept, location)
     }
 
     pub(super) fn remove(&mut self, slot: Slot, instance: u32, counted: (u32, u32)) {
@@ -99,8 +98,9 @@ fn ask(query: &BorrowQuery) -> Ask<'_> {
 fn advice(query: &BorrowQuery, answer: Answer) -> BorrowAdvice {
     let candidate = |f: &lagoon_view::Found| Candidate {
         instance: f.instance,
-        quic_addr: f.addr.to_string(),
+        quic_addr: f.location.addr.to_string(),
         blocks_lendable: f.lendable,
+        host: f.location.host,
     };
     BorrowAdvice {
         query: query.query,

@@ -8,6 +8,7 @@ use crate::mutants::{self, Mutant};
 use crate::planner::InstanceView;
 use lagoon_protocol::{MemoryTier, PoolShape, Register, Registered, Rejected, Role, VERSION_MAX, version_refusal};
 use lagoon_types::{InstanceId, limits};
+use lagoon_view::Location;
 use std::net::SocketAddr;
 
 /// Longest text of a registration, in bytes.
@@ -95,7 +96,7 @@ impl GManager {
     ) -> Result<(), Rejected> {
         let old = self.remove_member(id).or(former);
         let kept = m.blocks_total - m.lend_blocks_max.map_or(m.blocks_total, |cap| cap.min(m.blocks_total));
-        let Some(slot) = self.sorted.add(id.0, kept, addr) else {
+        let Some(slot) = self.sorted.add(id.0, kept, Location { addr, host: m.host }) else {
             return reject(format!("the pool has {} instances, its most", self.config.instances_max));
         };
         let mut member = Member::new(m.clone(), slot, self.now_ms);

@@ -90,7 +90,7 @@ pub struct Debtor {
 }
 
 impl Debtor {
-    pub(super) fn new(blocks_total: u32) -> Self {
+    pub(super) fn new(blocks_total: u32, host: u64) -> Self {
         let held = HeldLeases::default();
         Self {
             instance: None,
@@ -101,7 +101,7 @@ impl Debtor {
             late: BTreeMap::new(),
             paused: BTreeMap::new(),
             near: BTreeSet::new(),
-            hosts: Hosts::new(blocks_total),
+            hosts: Hosts::new(blocks_total, host),
             held,
         }
     }

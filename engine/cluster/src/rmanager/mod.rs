@@ -57,6 +57,8 @@ pub struct RManagerConfig {
     /// Random number of this process: epochs and lease ids start from it, so that those of an earlier process are
     /// unknown here.
     pub incarnation: u64,
+    /// Fingerprint of its host, as [`lagoon_protocol::Register::host`].
+    pub host: u64,
 }
 
 /// A configuration that cannot work.
@@ -116,7 +118,7 @@ impl RManager {
         Ok(Self {
             pool: BlockPool::new(blocks_total),
             creditor: Watched::new(Creditor::new(&config)),
-            debtor: Watched::new(Debtor::new(blocks_total)),
+            debtor: Watched::new(Debtor::new(blocks_total, config.host)),
             wake_ms: 0,
             peers: BTreeMap::new(),
             fenced_peers: BTreeMap::new(),

@@ -26,6 +26,7 @@ fn config() -> RManagerConfig {
         lend_reserve_blocks: 5,
         lease_ttl_ms: TTL,
         incarnation: 77,
+        host: 0,
     }
 }
 

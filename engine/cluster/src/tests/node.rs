@@ -96,6 +96,7 @@ impl Node {
             lend_reserve_blocks: RESERVE,
             lease_ttl_ms: TTL_MS,
             incarnation,
+            host: 0,
         };
         Self {
             rm: RManager::new(config).unwrap(),

@@ -310,6 +310,7 @@ fn register(cx: &mut Cx) {
         calibration: config.calibration.clone().map(Box::new),
         tier: config.tier.into(),
         lend_blocks_max: Some(lend_blocks_max),
+        host: config.host_fingerprint(),
     }))));
 }
 

@@ -58,7 +58,7 @@ impl Membership {
     /// Records a peer whose Hello is valid as known.
     pub(super) fn on_introduced(cx: &mut Cx, peer: PeerKey, hello: Hello) {
         let instance = InstanceId(hello.instance);
-        let relays = cx.can_relay() && !hello.host.is_empty();
+        let relays = cx.config.can_relay() && !hello.host.is_empty();
         cx.memory.rm.debtor.set_beside(instance, relays.then(|| hello.host == cx.config.host));
         cx.peers.introduce(instance, peer, hello.host);
         let ended = cx.memory.rm.on_peer_hello(instance, hello.incarnation, cx.now_ms);

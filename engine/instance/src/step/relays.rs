@@ -80,7 +80,7 @@ impl Relays {
         ships: &mut Vec<Ship>,
         tickets: &BTreeMap<InstanceId, Vec<TicketSeq>>,
     ) -> Vec<Group> {
-        if ships.len() < 2 || !cx.can_relay() {
+        if ships.len() < 2 || !cx.config.can_relay() {
             return Vec::new();
         }
         let own = cx.config.host.as_str();

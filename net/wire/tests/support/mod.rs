@@ -79,6 +79,7 @@ fn register() -> Register {
 
 fn membership() -> Vec<(&'static str, ControlBody)> {
     let register = register();
+    let of_a_host = Register { host: 0x0102_0304_0506_0708, ..register.clone() };
     let latent = Register { shape: Some(Box::new(latent())), ..register.clone() };
     let windows = Register { version_min: 2, version_max: 2, shape: Some(Box::new(windows())), ..register.clone() };
     let status = InstanceStatus {
@@ -93,9 +94,10 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         alive: true,
         ..Default::default()
     };
-    let candidate = Candidate { instance: 9, quic_addr: "10.0.0.9:7000".into(), blocks_lendable: 77 };
+    let candidate = Candidate { instance: 9, quic_addr: "10.0.0.9:7000".into(), blocks_lendable: 77, host: 0 };
     vec![
         ("register", ControlBody::Register(Box::new(register))),
+        ("register_of_a_host", ControlBody::Register(Box::new(of_a_host))),
         ("register_latent", ControlBody::Register(Box::new(latent))),
         ("register_windows", ControlBody::Register(Box::new(windows))),
         (

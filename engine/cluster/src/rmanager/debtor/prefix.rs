@@ -91,7 +91,10 @@ impl Search {
                 let blocks = here_next.unwrap_or(self.blocks()) - next;
                 let most = u32::try_from(limits::LEASE_HASHES_MAX).expect("a small constant");
                 let (instance, quic_addr) = (run.instance, run.quic_addr.clone());
-                return Some((Candidate { instance, quic_addr, blocks_lendable: run.blocks }, blocks.min(most)));
+                return Some((
+                    Candidate { instance, quic_addr, blocks_lendable: run.blocks, host: 0 },
+                    blocks.min(most),
+                ));
             }
             let starts = runs.map(|run| run.first.saturating_sub(run.before)).filter(|start| *start > next);
             self.next = starts.chain(here_next).min()?;

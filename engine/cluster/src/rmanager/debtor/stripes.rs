@@ -1,7 +1,8 @@
 //! Stripes: creditors on other hosts hold equal parts of the KV for which the debtor's own host has no memory (docs/adr/0039).
 //!
 //! A step asks each other host once, through a relay, however many of its instances hold KV; the more hold some, the less each one's
-//! device attends to. Without relays every stripe would be one more query between hosts: instances of unknown hosts get none.
+//! device attends to. Without relays every stripe would be one more query between hosts: instances of unknown hosts get none. The gManager
+//! names candidates' hosts, so that the first loan of instances that have never met is in stripes, too.
 
 use super::Borrow;
 use lagoon_protocol::{Candidate, LeasePurpose};
@@ -11,6 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Which instances are on this instance's host.
 #[derive(Debug)]
 pub(super) struct Hosts {
+    /// Fingerprint of this instance's host; 0 if it is unknown, or queries are not relayed.
+    own: u64,
     /// Whether an instance of a known host, which knows relays, is on this one's.
     beside: BTreeMap<InstanceId, bool>,
     /// Fewest blocks of a stripe: with less than a part of the debtor's memory the query costs more than it spares.
@@ -18,8 +21,8 @@ pub(super) struct Hosts {
 }
 
 impl Hosts {
-    pub(super) fn new(blocks_total: u32) -> Self {
-        Self { beside: BTreeMap::new(), stripe: blocks_total.div_ceil(limits::STRIPES_PER_MEMORY).max(1) }
+    pub(super) fn new(blocks_total: u32, own: u64) -> Self {
+        Self { own, beside: BTreeMap::new(), stripe: blocks_total.div_ceil(limits::STRIPES_PER_MEMORY).max(1) }
     }
 
     pub(super) fn set(&mut self, instance: InstanceId, beside: Option<bool>) {
@@ -29,8 +32,14 @@ impl Hosts {
         };
     }
 
+    /// Whether a candidate is on this host: by its own Hello, or before they have met by the gManager. `None` if that is unknown.
+    fn is_beside(&self, candidate: &Candidate) -> Option<bool> {
+        let met = self.beside.get(&InstanceId(candidate.instance)).copied();
+        met.or_else(|| (self.own != 0 && candidate.host != 0).then_some(candidate.host == self.own))
+    }
+
     fn is(&self, candidate: &Candidate, beside: bool) -> bool {
-        self.beside.get(&InstanceId(candidate.instance)) == Some(&beside)
+        self.is_beside(candidate) == Some(beside)
     }
 
     /// Whether a borrow becomes stripes, for which the gManager is asked for more candidates than it names at once.
@@ -45,7 +54,7 @@ impl Hosts {
 
     /// Orders candidates: mapped ones (`near`), those of this host, those of unknown hosts, those of others.
     pub(super) fn order(&self, near: &BTreeSet<InstanceId>, candidates: &mut [Candidate]) {
-        candidates.sort_by_key(|c| match self.beside.get(&InstanceId(c.instance)) {
+        candidates.sort_by_key(|c| match self.is_beside(c) {
             _ if near.contains(&InstanceId(c.instance)) => 0,
             Some(true) => 1,
             None => 2,

@@ -9,7 +9,7 @@ use lagoon_protocol::{
 use lagoon_types::{Epoch, SeqId};
 
 fn candidate(instance: InstanceId) -> Candidate {
-    Candidate { instance: instance.0, quic_addr: format!("addr-{instance}"), blocks_lendable: 9 }
+    Candidate { instance: instance.0, quic_addr: format!("addr-{instance}"), blocks_lendable: 9, host: 0 }
 }
 
 pub(super) fn outputs(rm: &mut RManager) -> Vec<Output> {

@@ -2,7 +2,7 @@
 
 use super::super::*;
 use super::negotiation::{asked, grant, outputs, query, refuse};
-use super::{A, B, C, manager};
+use super::{A, B, C, ME, config, manager};
 use lagoon_protocol::{BorrowAdvice, BorrowQuery, Candidate, TierRequest};
 use lagoon_types::SeqId;
 
@@ -19,10 +19,16 @@ fn beside_a() -> RManager {
 }
 
 fn advise(rm: &mut RManager, query: u64, candidates: &[(InstanceId, u32)]) {
+    advise_of_hosts(rm, query, candidates, &[]);
+}
+
+/// Advises with the hosts of some candidates.
+fn advise_of_hosts(rm: &mut RManager, query: u64, candidates: &[(InstanceId, u32)], hosts: &[(InstanceId, u64)]) {
     let candidate = |&(instance, blocks_lendable): &(InstanceId, u32)| Candidate {
         instance: instance.0,
         quic_addr: format!("addr-{instance}"),
         blocks_lendable,
+        host: hosts.iter().find(|(of, _)| *of == instance).map_or(0, |(_, host)| *host),
     };
     let candidates = candidates.iter().map(candidate).collect();
     let (pool_blocks_total, pool_blocks_lendable) = (100, 50);
@@ -141,6 +147,38 @@ fn instances_of_unknown_hosts_are_asked_for_all() {
     }
     let first = borrow(&mut rm, 18);
     advise(&mut rm, first.query, &[(B, 9), (A, 9), (C, 9)]);
+    assert_eq!(granted(&mut rm, 1, 9), (B, 18));
+    assert_eq!(granted(&mut rm, 2, 9), (A, 9));
+    assert_eq!(leases(&mut rm), [(B, 9), (A, 9)]);
+}
+
+/// Before instances have met, the gManager's word for their hosts holds; what they say themselves comes before it.
+#[test]
+fn the_first_loan_of_strangers_is_in_stripes() {
+    const OWN: u64 = 7;
+    let mut rm = RManager::new(RManagerConfig { host: OWN, ..config() }).unwrap();
+    rm.set_instance(ME);
+    rm.debtor.set_beside(D, Some(true));
+    let first = borrow(&mut rm, 20);
+    let hosts = [(A, OWN), (B, 8), (C, 8), (D, 8)];
+    advise_of_hosts(&mut rm, first.query, &[(B, 9), (C, 9), (A, 5)], &hosts);
+    let second = query(&mut rm);
+    advise_of_hosts(&mut rm, second.query, &[(D, 3)], &hosts);
+    let third = query(&mut rm);
+    advise(&mut rm, third.query, &[]);
+    assert_eq!(granted(&mut rm, 1, 5), (A, 20));
+    assert_eq!(granted(&mut rm, 2, 3), (D, 15), "D is on this host, by its Hello");
+    assert_eq!(granted(&mut rm, 3, 6), (B, 6));
+    assert_eq!(granted(&mut rm, 4, 6), (C, 6));
+    assert_eq!(leases(&mut rm), [(A, 5), (D, 3), (B, 6), (C, 6)]);
+}
+
+/// An instance that relays nothing has no host, whatever candidates have.
+#[test]
+fn without_an_own_host_candidates_hosts_count_for_nothing() {
+    let mut rm = manager();
+    let first = borrow(&mut rm, 18);
+    advise_of_hosts(&mut rm, first.query, &[(B, 9), (A, 9), (C, 9)], &[(A, 8), (B, 8), (C, 9)]);
     assert_eq!(granted(&mut rm, 1, 9), (B, 18));
     assert_eq!(granted(&mut rm, 2, 9), (A, 9));
     assert_eq!(leases(&mut rm), [(B, 9), (A, 9)]);

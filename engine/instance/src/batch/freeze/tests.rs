@@ -109,7 +109,7 @@ impl Scene {
         });
         let query = query.expect("the prompt does not fit");
         assert_eq!(query.blocks, 4);
-        let candidate = Candidate { instance: 2, quic_addr: "127.0.0.1:2".to_owned(), blocks_lendable: 9 };
+        let candidate = Candidate { instance: 2, quic_addr: "127.0.0.1:2".to_owned(), blocks_lendable: 9, host: 0 };
         let advice = BorrowAdvice {
             query: query.query,
             candidates: vec![candidate],
