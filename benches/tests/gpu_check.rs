@@ -97,7 +97,11 @@ fn the_fakes_are_built() {
     match fakes() {
         Ok(all) => {
             let lines: Vec<String> = all.iter().map(|path| path.display().to_string() + "\n").collect();
-            std::fs::write(Path::new(env!("CARGO_TARGET_TMPDIR")).join("gpu-check-fakes"), lines.concat()).unwrap();
+            let list = Path::new(env!("CARGO_TARGET_TMPDIR")).join("gpu-check-fakes");
+            // Whole at any time: a rehearsal may read it.
+            let new = list.with_extension(std::process::id().to_string());
+            std::fs::write(&new, lines.concat()).unwrap();
+            std::fs::rename(new, list).unwrap();
         }
         Err(reason) => fake::skip("the_fakes_are_built", &reason),
     }

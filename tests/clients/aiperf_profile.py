@@ -24,7 +24,7 @@ def profile(endpoint):
         "--extra-inputs", f"min_tokens:{OUTPUT_TOKENS}", "--extra-inputs", "ignore_eos:true",
         "--use-server-token-count", "--artifact-dir", str(out), "--ui", "none", "--random-seed", "1",
     ]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     [report] = out.rglob("profile_export_aiperf.json")
     return json.loads(report.read_text(encoding="utf-8"))

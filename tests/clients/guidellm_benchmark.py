@@ -26,7 +26,7 @@ def benchmark(request_format):
         "--output", f"kind=json,path={out}",
         "--disable-console-interactive",
     ]
-    ended = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     return json.loads(out.read_text(encoding="utf-8"))["benchmarks"][0]
 

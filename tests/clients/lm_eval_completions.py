@@ -42,7 +42,7 @@ def evaluate(task, **model):
         "--tasks", task, "--include_path", str(tasks), "--output_path", str(out),
     ]
     environment = {**os.environ, **OFFLINE, "OPENAI_API_KEY": pool.KEY}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     [report] = out.rglob("results_*.json")
     return json.loads(report.read_text(encoding="utf-8"))

@@ -120,7 +120,7 @@ fn several_hosts_have_a_relay_each() {
     world.check_empty();
 }
 
-/// What crosses to other hosts is divided evenly: among strangers by the gManager's word for their hosts, then by their `Hello`.
+/// What crosses to other hosts is divided evenly: by the hosts of the gManager's candidates, once they are connected by their `Hello`.
 #[test]
 fn creditors_on_another_host_hold_equal_parts() {
     let mut world = World::pool(pool(), None, &[debtor(), on("b", 30), on("b", 30)]);

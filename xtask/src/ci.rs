@@ -22,13 +22,18 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
         ("deny", times.of("deny", || good(deny::run(root)))),
         ("wgsl", times.of("wgsl", || good(wgsl::run(root)))),
     ];
+    // Before the builds, which may write a new one.
+    let program = std::env::current_exe().context("this program's path")?;
     // One processor and the network are enough for these: they go on beside the builds.
     let (kernels, tests) = std::thread::scope(|scope| {
         let kernels = scope.spawn(|| good(kernels::run(root, kernels::Task::Check)));
         let packages = scope.spawn(|| clients::install(root));
-        let tests = times.of("tests", || test::report(root, true, vec![check("gpu-rehearse")?, check("clients")?]));
-        // The clients' check installs missing packages again, and reports the error.
-        let _reported_below = join(packages);
+        let beside = || {
+            // The clients' check installs missing packages again, and reports the error.
+            let _reported_by_it = join(packages);
+            ["gpu-rehearse", "clients"].map(|command| check(&program, command)).into()
+        };
+        let tests = times.of("tests", || test::report(root, true, beside));
         (join(kernels), tests)
     });
     let tests = tests?;
@@ -48,10 +53,10 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
 }
 
 /// A command of this program as a job beside the tests.
-fn check(command: &'static str) -> Result<Job> {
-    let mut program = Command::new(std::env::current_exe().context("this program's path")?);
-    program.arg(command);
-    Ok(Job { name: command.to_owned(), command: program, binary: None })
+fn check(program: &Path, name: &str) -> Job {
+    let mut command = Command::new(program);
+    command.arg(name);
+    Job { name: name.to_owned(), command, binary: None }
 }
 
 /// A thread's result; its panic is this thread's.

@@ -40,14 +40,15 @@ impl Binary {
     }
 }
 
-/// Builds every test of the workspace.
+/// Builds the tests of the workspace that `selected` names to cargo, all of them if it is empty. Their names begin with `prefix`.
 ///
 /// # Errors
 /// If they do not compile.
-pub(crate) fn build(root: &Path) -> Result<Vec<Binary>> {
+pub(crate) fn build(root: &Path, prefix: &str, selected: &[&str]) -> Result<Vec<Binary>> {
     let mut cargo = workspace::cargo();
     cargo
         .args(["test", "--locked", "--release", "--workspace", "--no-run", "--message-format=json-render-diagnostics"])
+        .args(selected)
         .current_dir(root)
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
@@ -61,7 +62,7 @@ pub(crate) fn build(root: &Path) -> Result<Vec<Binary>> {
         let folder = folder.as_std_path().to_owned();
         let (target, package) = (&artifact.target, workspace::relative(root, &folder));
         let kind = target.kind.first().map_or_else(|| "lib".to_owned(), ToString::to_string);
-        let name = format!("{package}: {kind} {}", target.name);
+        let name = format!("{prefix}{package}: {kind} {}", target.name);
         binaries.push(Binary { name, program: program.into(), folder });
     }
     ensure!(child.wait().context("wait for cargo")?.success(), "the tests do not build");

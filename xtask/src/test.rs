@@ -1,7 +1,7 @@
 //! `cargo xtask test`: rustfmt, tidy, clippy, the binaries that tests start, and every test; at the end all failures,
 //! and one line of numbers. CI runs its other checks beside the tests.
 //!
-//! Every step runs even after a failed one. A skipped test that tests/skips.toml does not list fails the command.
+//! Every step runs even after a failed one; only tests that do not build are not run, and neither are the checks. A skipped test that tests/skips.toml does not list fails the command.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Display, Formatter};
@@ -20,6 +20,10 @@ use crate::tidy;
 use crate::times::Times;
 use crate::workspace;
 
+/// What selects the tests that the simulators find deliberate bugs (mutants). Features change what is compiled: a build of their own, of
+/// the whole workspace, so that dependencies are not built again.
+const MUTANTS: [&str; 3] = ["--features=lagoon-sim/mutants,lagoon-transfer/mutants", "--test", "mutants"];
+
 /// Begin of the names of tests that start real processes, and the binary that they are in.
 const PROCESSES: &str = "process_";
 const PROCESSES_IN: &str = "tests: test system";
@@ -37,7 +41,7 @@ const BINARIES: [&str; 10] =
 
 /// Runs everything and prints the report.
 pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
-    let report = report(root, lint, Vec::new())?;
+    let report = report(root, lint, Vec::new)?;
     println!("{report}");
     Ok(report.good())
 }
@@ -88,8 +92,8 @@ impl Display for Report {
     }
 }
 
-/// Runs everything, and `checks` beside the tests: commands that need only the built programs, and mostly wait.
-pub(crate) fn report(root: &Path, lint: bool, checks: Vec<Job>) -> Result<Report> {
+/// Runs everything, and `checks` beside the tests: commands that need programs that are built by then.
+pub(crate) fn report(root: &Path, lint: bool, checks: impl FnOnce() -> Vec<Job>) -> Result<Report> {
     let (mut broken, mut times) = (Vec::new(), Times::default());
     times.of("environment", environment::prepare);
     let mut step = |times: &mut Times, name: &'static str, run: &dyn Fn() -> Result<bool>| {
@@ -110,10 +114,10 @@ pub(crate) fn report(root: &Path, lint: bool, checks: Vec<Job>) -> Result<Report
     }
     step(&mut times, "build", &|| cargo(root, &BINARIES));
     heading("build tests");
-    let outcome = match times.of("build tests", || jobs::build(root)) {
-        Ok(binaries) => times.of("tests", || tests(root, &binaries, checks))?,
+    let outcome = match times.of("build tests", || build(root)) {
+        Ok(binaries) => times.of("tests", || tests(root, &binaries, checks()))?,
         Err(error) => {
-            println!("error: {error:#}");
+            println!("error: {error:#}\nerror: no test was run, and no check beside the tests");
             Outcome { failed: 1, ..Outcome::default() }
         }
     };
@@ -122,6 +126,13 @@ pub(crate) fn report(root: &Path, lint: bool, checks: Vec<Job>) -> Result<Report
     }
     println!();
     Ok(Report { broken, outcome, times })
+}
+
+/// Builds every test, and those of mutants.
+fn build(root: &Path) -> Result<Vec<Binary>> {
+    let mut binaries = jobs::build(root, "", &[])?;
+    binaries.extend(jobs::build(root, "mutants, ", &MUTANTS)?);
+    Ok(binaries)
 }
 
 fn heading(text: &str) {
@@ -171,10 +182,8 @@ fn tests(root: &Path, binaries: &[Binary], checks: Vec<Job>) -> Result<Outcome> 
     let at_once = AT_ONCE + checks.len().min(1);
     let mut jobs = in_order(binaries);
     jobs.extend([documentation(root), loom(root)].map(Job::behind));
-    // What compiles, or waits, goes first, beside the tests of processes.
-    jobs.insert(0, mutants(root).behind());
-    let mut jobs: Vec<Job> = jobs.into_iter().map(set).collect();
-    jobs.splice(0..0, checks.into_iter().map(Job::behind));
+    // Checks wait now and then, as tests of processes do: both go first.
+    let jobs = checks.into_iter().map(Job::behind).chain(jobs.into_iter().map(set)).collect();
     let mut ran = jobs::run(jobs, at_once)?;
     let again = alone(&ran);
     let jobs = again.iter().map(|at| set(failed_ones(&ran[*at]))).collect();
@@ -195,8 +204,7 @@ fn tests(root: &Path, binaries: &[Binary], checks: Vec<Job>) -> Result<Outcome> 
     };
     let mut tally = Tally::default();
     ran.iter().for_each(|ran| tally.add(&ran.tally));
-    // A check has no tests to name.
-    tally.failures.extend(ran.iter().filter(|ran| !ran.good() && ran.tally.failed == 0).map(|ran| ran.name.clone()));
+    count_failed_jobs(&mut tally, &ran);
     let outcome = judge(&tally, &skips::parse_log(&text), &listed, ran.iter().all(Ran::good));
     ran.sort_by_key(|ran| std::cmp::Reverse(ran.time));
     let slowest = ran.into_iter().take(SLOWEST_SHOWN).map(|ran| (ran.name, ran.time)).collect();
@@ -206,7 +214,7 @@ fn tests(root: &Path, binaries: &[Binary], checks: Vec<Job>) -> Result<Outcome> 
 /// Jobs at once. Tests of processes mostly wait, and most binaries end with a single long test.
 const AT_ONCE: usize = 3;
 /// Binaries that take longest, by their targets' names: they begin first, so that none of them ends last.
-const LONGEST: [&str; 4] = ["shim", "device", "system", "conformance"];
+const LONGEST: [&str; 5] = ["system", "shim", "device", "conformance", "mutants"];
 /// Slowest jobs that the report names.
 const SLOWEST_SHOWN: usize = 6;
 
@@ -245,13 +253,12 @@ fn failed_ones(ran: &Ran) -> Job {
     ran.binary.as_ref().expect("only binaries are run again").job(&arguments)
 }
 
-/// Tests that the simulators find deliberate bugs (mutants), which only this job compiles. The whole workspace is named so that its
-/// dependencies are not rebuilt.
-fn mutants(root: &Path) -> Job {
-    let mut command = workspace::cargo();
-    let features = "--features=lagoon-sim/mutants,lagoon-transfer/mutants";
-    command.args(["test", "--locked", "--release", "--workspace", features, "--test", "mutants"]).current_dir(root);
-    Job { name: "mutants".to_owned(), command, binary: None }
+/// Names the jobs that failed without a failed test: checks, and binaries that crashed, of which the tally counts those that had begun.
+fn count_failed_jobs(tally: &mut Tally, ran: &[Ran]) {
+    for ran in ran.iter().filter(|ran| !ran.good() && ran.tally.failed == 0) {
+        tally.failures.insert(ran.name.clone());
+        tally.failed += usize::from(ran.tally.running == 0);
+    }
 }
 
 /// The tests in documentation.
@@ -352,6 +359,30 @@ mod tests {
         assert_eq!(alone(&[at_its_end]), [0; 0], "it crashed after its last line");
         let silent = Ran { tally: Tally::default(), status: Some(127), ..ended(&[]) };
         assert_eq!(alone(&[ended(&["c"]), silent]), [0; 0], "something crashed before its first line");
+    }
+
+    #[test]
+    fn failed_checks_and_crashes_are_named_and_counted() {
+        let ended = |name: &str, lines: &[&str], status| {
+            let mut tally = Tally::default();
+            lines.iter().for_each(|line| tally.line(line));
+            Ran { name: name.into(), binary: None, tally, status, time: Duration::ZERO }
+        };
+        let result = "test result: FAILED. 1 passed; 1 failed; 0 ignored";
+        let ran = [
+            ended("good", &[], Some(0)),
+            ended("check", &[], Some(1)),
+            ended("killed", &[], None),
+            ended("crashed", &["running 2 tests"], None),
+            ended("tests", &["running 2 tests", "test a::b ... FAILED", result], Some(101)),
+        ];
+        let mut tally = Tally::default();
+        ran.iter().for_each(|ran| tally.add(&ran.tally));
+        count_failed_jobs(&mut tally, &ran);
+        let outcome = judge(&tally, &BTreeSet::new(), &[], false);
+        assert_eq!((outcome.good, outcome.failed), (false, 4));
+        let names: Vec<&str> = outcome.failures.iter().map(String::as_str).collect();
+        assert_eq!(names, ["a::b", "check", "crashed", "killed"]);
     }
 
     #[test]

@@ -96,7 +96,8 @@ struct Counted {
 
 fn described(part: &Part<'_>, system: &System, searched: &Searched, common: &Ran, counted: &Counted) -> Value {
     let slo = part.setup.slo;
-    let point = |(rate, ran): &(f64, Ran)| json!({ "rate": rate, "met": ran.met(&slo), "cut": ran.is_cut, "seconds": ran.seconds, "failures": ran.failures() });
+    let long_first = |ran: &Ran| if ran.is_cut { None } else { finite(median(part.long_first_ms(ran))) };
+    let point = |(rate, ran): &(f64, Ran)| json!({ "rate": rate, "met": ran.met(&slo), "cut": ran.is_cut, "seconds": ran.seconds, "failures": ran.failures(), "long_first_ms_median": long_first(ran) });
     let gaps: Vec<f64> = common.answers.iter().flat_map(|a| a.gaps_s.iter().map(|s| s * 1e3)).collect();
     let errors: std::collections::BTreeSet<&str> =
         common.answers.iter().filter_map(|a| a.error.as_deref()).map(|e| e.split(':').next().unwrap_or(e)).collect();

@@ -266,3 +266,16 @@ impl InstanceConfig {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::InstanceConfig;
+    use crate::batch::freeze::tests::config;
+
+    /// The value is blake3's reference implementation's: versions of an instance must agree on it.
+    #[test]
+    fn a_hosts_fingerprint_is_that_of_the_wire() {
+        let of = |host: &str| InstanceConfig { host: host.to_owned(), ..config() }.host_fingerprint();
+        assert_eq!((of("rack-7"), of("")), (0xf2a8_d87d_d908_f19b, 0));
+    }
+}

@@ -162,8 +162,8 @@ pub const JOINT_GRANT_MS: u64 = 3_000;
 pub const JOINT_END_MS: u64 = 2_000;
 /// Joint prefills of others that one instance takes part in at once.
 pub const JOINT_JOBS_MAX: usize = 2;
-/// Tokens of other prompts that wait to be computed, above which an instance joins none.
-pub const JOINT_BUSY_TOKENS: u64 = 8_192;
+/// An instance refuses to join if the tokens of prompts that it has still to compute exceed this percentage of those of its part.
+pub const JOINT_BUSY_PERCENT: u64 = 50;
 /// A step that waits longer than this for a peer's partials fails its sequences.
 pub const STEP_DEADLINE_MS: u64 = 10_000;
 /// A device that finishes no layer of a step for this long hangs: the process ends, and other instances take its requests.

@@ -1,4 +1,4 @@
-//! One instance's row: a tag, its space, its connection, its address and its links, each in atomic words.
+//! One instance's row: a tag, its space, its connection, its location and its links, each in atomic words.
 //!
 //! * **tag**: the instance's number (0: an empty row) over a generation of 16 bits over [`Flags`]. Number and generation
 //!   change around every change of the location, so that a reader that sees the same ones before and after has read one

@@ -21,7 +21,7 @@ mod pool;
 mod venv;
 
 /// Most seconds of one script.
-const SCRIPT_SECONDS_MAX: u64 = 300;
+const SCRIPT_SECONDS_MAX: u64 = 900;
 /// Lines of a failed script's output that are shown.
 const LINES_SHOWN: usize = 60;
 

@@ -128,6 +128,11 @@ impl Debtor {
         self.hosts.set(instance, beside);
     }
 
+    /// An instance's session is over: the gManager's candidates have its host.
+    pub fn forget_beside(&mut self, instance: InstanceId) {
+        self.hosts.forget(instance);
+    }
+
     pub(super) fn instance(&self) -> Option<InstanceId> {
         self.instance
     }

@@ -110,7 +110,7 @@ impl Batch {
             prompt_tokens: self.seqs.values().map(Sequence::prefill_left).sum(),
             room: self.room(cx),
         };
-        policy::refuses_to_join(self.joint_here(cx), load, blocks).map(|why| why.to_string())
+        policy::refuses_to_join(self.joint_here(cx), load, blocks, cx.config.block_tokens).map(|why| why.to_string())
     }
 
     /// Adds a sequence that computes a part of another instance's prompt, and takes its memory. False if there is too little.

@@ -19,7 +19,7 @@ use crate::cx::standing::Lending;
 use lagoon_cluster::perf::whole;
 use lagoon_protocol::TierRequest;
 use lagoon_types::limits::{
-    ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS, HAND_BACK_MS, JOINT_ALONE_MS, JOINT_BUSY_TOKENS,
+    ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS, HAND_BACK_MS, JOINT_ALONE_MS, JOINT_BUSY_PERCENT,
     SWAP_OUT_BLOCKS_MIN,
 };
 use lagoon_types::{InstanceId, SeqId};
@@ -456,16 +456,18 @@ pub(super) struct JointLoad {
     pub(super) room: u32,
 }
 
-/// Why an instance computes no part of another one's prompt; `None` if it would, with `needed` rBlocks of its memory.
-pub(super) fn refuses_to_join(here: JointHere, load: JointLoad, needed: u32) -> Option<NotJoined> {
+/// Why an instance computes no part of another one's prompt; `None` if it would, with `needed` rBlocks of its memory. All members wait for
+/// the one that has more to compute than the others.
+pub(super) fn refuses_to_join(here: JointHere, load: JointLoad, needed: u32, block_tokens: u32) -> Option<NotJoined> {
     let JointLoad { takes_requests, has_rows, prompt_tokens, room } = load;
+    let busy_tokens = u64::from(needed) * u64::from(block_tokens) * JOINT_BUSY_PERCENT / 100;
     let reasons = [
         (!here.is_on, NotJoined::Off),
         (!takes_requests, NotJoined::NoRequests),
         (!here.is_followed, NotJoined::NotFollowed),
         (here.free_places == 0, NotJoined::Full),
         (!has_rows, NotJoined::FewRows),
-        (prompt_tokens > JOINT_BUSY_TOKENS, NotJoined::Busy(prompt_tokens)),
+        (prompt_tokens > busy_tokens, NotJoined::Busy(prompt_tokens)),
         (needed > room, NotJoined::NoRoom { room, needed }),
     ];
     reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
@@ -686,17 +688,19 @@ mod tests {
     #[test]
     fn an_instance_with_other_work_joins_no_prompt() {
         let here = JointHere { is_on: true, is_followed: true, free_places: 1 };
-        let load = JointLoad { takes_requests: true, has_rows: true, prompt_tokens: JOINT_BUSY_TOKENS, room: 5 };
-        assert_eq!(refuses_to_join(here, load, 5), None);
-        let of = |load| refuses_to_join(here, load, 5);
+        let load = JointLoad { takes_requests: true, has_rows: true, prompt_tokens: 40, room: 5 };
+        assert_eq!(refuses_to_join(here, load, 5, 16), None);
+        let of = |load| refuses_to_join(here, load, 5, 16);
         assert_eq!(of(JointLoad { takes_requests: false, ..load }), Some(NotJoined::NoRequests));
         assert_eq!(of(JointLoad { has_rows: false, ..load }), Some(NotJoined::FewRows));
-        let busy = JOINT_BUSY_TOKENS + 1;
-        assert_eq!(of(JointLoad { prompt_tokens: busy, ..load }), Some(NotJoined::Busy(busy)));
+        assert_eq!(of(JointLoad { prompt_tokens: 41, ..load }), Some(NotJoined::Busy(41)), "half of its part");
         assert_eq!(of(JointLoad { room: 4, ..load }), Some(NotJoined::NoRoom { room: 4, needed: 5 }));
-        assert_eq!(refuses_to_join(JointHere { is_on: false, ..here }, load, 5), Some(NotJoined::Off));
-        assert_eq!(refuses_to_join(JointHere { is_followed: false, ..here }, load, 5), Some(NotJoined::NotFollowed));
-        assert_eq!(refuses_to_join(JointHere { free_places: 0, ..here }, load, 5), Some(NotJoined::Full));
+        assert_eq!(refuses_to_join(JointHere { is_on: false, ..here }, load, 5, 16), Some(NotJoined::Off));
+        assert_eq!(
+            refuses_to_join(JointHere { is_followed: false, ..here }, load, 5, 16),
+            Some(NotJoined::NotFollowed)
+        );
+        assert_eq!(refuses_to_join(JointHere { free_places: 0, ..here }, load, 5, 16), Some(NotJoined::Full));
     }
 
     #[test]

@@ -149,7 +149,7 @@ fn check_hello(cx: &Cx, hello: &Hello) -> Result<(), String> {
 
 fn forget_peer(cx: &mut Cx, peer: PeerKey) {
     let Some(instance) = cx.peers.forget(peer) else { return };
-    cx.memory.rm.debtor.set_beside(instance, None);
+    cx.memory.rm.debtor.forget_beside(instance);
     cx.memory.rm.debtor.on_peer_down(instance, cx.now_ms);
     cx.emit(Outcome::PeerGone(instance));
 }

@@ -121,6 +121,14 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
             }),
         ),
         (
+            "borrow_advice_of_hosts",
+            ControlBody::BorrowAdvice(BorrowAdvice {
+                query: 5,
+                candidates: vec![Candidate { host: 0x0102_0304_0506_0708, ..candidate.clone() }],
+                ..Default::default()
+            }),
+        ),
+        (
             "borrow_advice",
             ControlBody::BorrowAdvice(BorrowAdvice {
                 query: 5,

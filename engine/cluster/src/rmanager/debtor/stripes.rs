@@ -2,7 +2,7 @@
 //!
 //! A step asks each other host once, through a relay, however many of its instances hold KV; the more hold some, the less each one's
 //! device attends to. Without relays every stripe would be one more query between hosts: instances of unknown hosts get none. The gManager
-//! names candidates' hosts, so that the first loan of instances that have never met is in stripes, too.
+//! names candidates' hosts, so that a loan of instances that are not connected yet is in stripes, too.
 
 use super::Borrow;
 use lagoon_protocol::{Candidate, LeasePurpose};
@@ -14,8 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) struct Hosts {
     /// Fingerprint of this instance's host; 0 if it is unknown, or queries are not relayed.
     own: u64,
-    /// Whether an instance of a known host, which knows relays, is on this one's.
-    beside: BTreeMap<InstanceId, bool>,
+    /// Whether a connected instance is on this one's host; `None` if its host is unknown, or it knows no relays.
+    beside: BTreeMap<InstanceId, Option<bool>>,
     /// Fewest blocks of a stripe: with less than a part of the debtor's memory the query costs more than it spares.
     stripe: u32,
 }
@@ -26,16 +26,17 @@ impl Hosts {
     }
 
     pub(super) fn set(&mut self, instance: InstanceId, beside: Option<bool>) {
-        match beside {
-            Some(beside) => self.beside.insert(instance, beside),
-            None => self.beside.remove(&instance),
-        };
+        self.beside.insert(instance, beside);
     }
 
-    /// Whether a candidate is on this host: by its own Hello, or before they have met by the gManager. `None` if that is unknown.
+    pub(super) fn forget(&mut self, instance: InstanceId) {
+        self.beside.remove(&instance);
+    }
+
+    /// Whether a candidate is on this host: by its Hello if it is connected, else by the gManager. `None` if that is unknown.
     fn is_beside(&self, candidate: &Candidate) -> Option<bool> {
-        let met = self.beside.get(&InstanceId(candidate.instance)).copied();
-        met.or_else(|| (self.own != 0 && candidate.host != 0).then_some(candidate.host == self.own))
+        let connected = self.beside.get(&InstanceId(candidate.instance)).copied();
+        connected.unwrap_or_else(|| (self.own != 0 && candidate.host != 0).then_some(candidate.host == self.own))
     }
 
     fn is(&self, candidate: &Candidate, beside: bool) -> bool {

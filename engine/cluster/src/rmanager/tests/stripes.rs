@@ -152,9 +152,9 @@ fn instances_of_unknown_hosts_are_asked_for_all() {
     assert_eq!(leases(&mut rm), [(B, 9), (A, 9)]);
 }
 
-/// Before instances have met, the gManager's word for their hosts holds; what they say themselves comes before it.
+/// The gManager's candidates have the hosts of instances that are not connected; a Hello comes before it.
 #[test]
-fn the_first_loan_of_strangers_is_in_stripes() {
+fn a_loan_of_instances_that_are_not_connected_is_in_stripes() {
     const OWN: u64 = 7;
     let mut rm = RManager::new(RManagerConfig { host: OWN, ..config() }).unwrap();
     rm.set_instance(ME);
@@ -171,6 +171,21 @@ fn the_first_loan_of_strangers_is_in_stripes() {
     assert_eq!(granted(&mut rm, 3, 6), (B, 6));
     assert_eq!(granted(&mut rm, 4, 6), (C, 6));
     assert_eq!(leases(&mut rm), [(A, 5), (D, 3), (B, 6), (C, 6)]);
+    // A connected instance that names no host knows no relays, whatever the gManager has of it.
+    rm.debtor.set_beside(B, None);
+    rm.debtor.set_beside(C, None);
+    let first = borrow(&mut rm, 18);
+    advise_of_hosts(&mut rm, first.query, &[(B, 9), (C, 9)], &hosts);
+    assert_eq!(granted(&mut rm, 5, 9), (B, 18));
+    assert_eq!(granted(&mut rm, 6, 9), (C, 9));
+    leases(&mut rm);
+    rm.debtor.forget_beside(B);
+    rm.debtor.forget_beside(C);
+    let first = borrow(&mut rm, 18);
+    advise_of_hosts(&mut rm, first.query, &[(B, 9), (C, 9)], &hosts);
+    let second = query(&mut rm);
+    advise(&mut rm, second.query, &[]);
+    assert_eq!(granted(&mut rm, 7, 9), (B, 9));
 }
 
 /// An instance that relays nothing has no host, whatever candidates have.
