@@ -168,7 +168,7 @@ fn a_split_pool_lends_and_refuses_one_that_is_whole() {
     let dir = golden_with_tokenizer(&golden);
     let model = dir.path().to_string_lossy();
     let prompt: Vec<u32> = golden.description.tokens.iter().cycle().take(100).copied().collect();
-    let instance = cluster.serve("split", &model, &["--backend=cpu", "--kv-tokens=64", "--kv-groups=on"]);
+    let instance = cluster.serve("split", &model, &["--backend=cpu", "--kv-tokens=64", "--kv-groups=on", SHIP]);
     let hash = format!("--model-hash={}", instance.announced("model_hash"));
     let flags = ["--role=kv", "--backend=cpu", "--kv-tokens=128", "--kv-groups=on", &hash];
     let kv = cluster.serve("memory", &model, &flags);
@@ -245,7 +245,7 @@ fn a_certificate_is_for_its_roles_only() {
         let words = [&format!("is for {role}"), "hint: lagoon certs issue"];
         assert!(words.iter().all(|word| ended.stderr.contains(*word)), "{role}: {ended:?}");
     }
-    let instance = cluster.serve("node", &model, &["--backend=cpu", "--kv-tokens=64"]);
+    let instance = cluster.serve("node", &model, &["--backend=cpu", "--kv-tokens=64", SHIP]);
     let shape = tempfile::tempdir().unwrap();
     std::fs::copy(format!("{model}/config.json"), shape.path().join("config.json")).unwrap();
     let hash = format!("--model-hash={}", instance.announced("model_hash"));

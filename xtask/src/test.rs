@@ -178,13 +178,11 @@ fn tests(root: &Path, binaries: &[Binary], checks: Vec<Job>) -> Result<Outcome> 
         job.command.env("XDG_RUNTIME_DIR", runtime.path()).envs(QUICK_SHADERS).env(SKIP_LOG, &log);
         job
     };
-    // A check that waits takes a place.
-    let at_once = AT_ONCE + checks.len().min(1);
     let mut jobs = in_order(binaries);
     jobs.extend([documentation(root), loom(root)].map(Job::behind));
     // Checks wait now and then, as tests of processes do: both go first.
     let jobs = checks.into_iter().map(Job::behind).chain(jobs.into_iter().map(set)).collect();
-    let mut ran = jobs::run(jobs, at_once)?;
+    let mut ran = jobs::run(jobs, AT_ONCE)?;
     let again = alone(&ran);
     let jobs = again.iter().map(|at| set(failed_ones(&ran[*at]))).collect();
     let second = jobs::run(jobs, 1)?;
