@@ -1,7 +1,8 @@
 //! `cargo xtask test`: rustfmt, tidy, clippy, the binaries that tests start, and every test; at the end all failures,
 //! and one line of numbers. CI runs its other checks beside the tests.
 //!
-//! Every step runs even after a failed one; only tests that do not build are not run, and neither are the checks. A skipped test that tests/skips.toml does not list fails the command.
+//! Every step runs even after a failed one; only tests that do not build are not run, and neither are the checks. A skipped
+//! test that tests/skips.toml does not list fails the command.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Display, Formatter};

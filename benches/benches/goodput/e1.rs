@@ -19,7 +19,7 @@ const LONG: f64 = 32_000.0;
 /// Requests per second, in the trace's time, at which a search begins.
 const START: f64 = 0.8;
 
-/// The compared systems: Lagoon, what it is compared with, and others.
+/// The compared systems: the pool, one that computes long prompts together, what both are compared with, and another baseline.
 fn systems() -> [System; 4] {
     let alone = |name, dispatch| System { name, kind: Kind::Alone { processes: vec![(1, 1.0); 4], dispatch } };
     [
