@@ -43,9 +43,12 @@ struct Args {
     bench: bool,
 }
 
-/// Bytes out and back of each kind of round trip; 8 KB out and 16 KB back is a layer of an 8B model.
-const SIZES: [(usize, usize); 4] = [(64, 64), (1 << 10, 2 << 10), (8 << 10, 16 << 10), (64 << 10, 128 << 10)];
-const CHUNK: usize = 1 << 20;
+/// Bytes out and back of each kind of round trip; 8 KB out and 16 KB back is a layer of an 8B model for one row, 4 MB out and back for
+/// 512 rows of a prompt.
+const SIZES: [(usize, usize); 5] =
+    [(64, 64), (1 << 10, 2 << 10), (8 << 10, 16 << 10), (64 << 10, 128 << 10), (4 << 20, 4 << 20)];
+/// Bytes that are written at once; no answer is larger.
+const CHUNK: usize = 4 << 20;
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A request asks for `back` bytes with its first four bytes.
@@ -135,7 +138,7 @@ impl Lagoon {
 
 /// Serves requests: 4 bytes of length, then the request; a length of 0 announces a bulk transfer of 8 bytes' size.
 async fn serve<R: AsyncReadExt + Unpin, W: AsyncWriteExt + Unpin>(mut recv: R, mut send: W) -> Result<()> {
-    let reply = vec![9; 1 << 20];
+    let reply = vec![9; CHUNK];
     let mut buffer = vec![0; CHUNK];
     loop {
         let length = usize::try_from(recv.read_u32_le().await?)?;
@@ -148,7 +151,7 @@ async fn serve<R: AsyncReadExt + Unpin, W: AsyncWriteExt + Unpin>(mut recv: R, m
             send.write_all(&[1]).await?;
             continue;
         }
-        let request = buffer.get_mut(..length).context("a request of at most 1 MiB")?;
+        let request = buffer.get_mut(..length).context("a request of at most 4 MiB")?;
         recv.read_exact(request).await?;
         let back = reply_bytes(request)?;
         send.write_all(reply.get(..back).context("a reply of at most 1 MiB")?).await?;
@@ -219,7 +222,7 @@ async fn start_tcp(far: &Handle) -> Result<Stream<tokio::net::tcp::OwnedReadHalf
 /// Medians of one party: microseconds per round trip of each size, and Gbit/s.
 #[derive(Default)]
 struct Party {
-    rounds_us: [Vec<f64>; 4],
+    rounds_us: [Vec<f64>; SIZES.len()],
     rounds_gbit: Vec<f64>,
 }
 

@@ -4,7 +4,7 @@
 //! that kernels load quads without bounds checks at the end of a row. KV larger than a binding is split into shards by slots.
 
 use crate::gpu::{Buf, Gpu};
-use lagoon_backend::{DeviceError, KvPiece};
+use lagoon_backend::{DeviceError, KvPiece, take_columns};
 use lagoon_types::KvShape;
 use std::borrow::Cow;
 use std::ops::Range;
@@ -78,12 +78,8 @@ impl WgpuTensor {
         let last = (rows.end - 1) * stride + cols.end;
         let mut at = first;
         gpu.read([(&self.buf, (first * 4) as u64, ((last - first) * 4) as u64)], |bytes| {
-            for float in bytes.chunks_exact(4) {
-                if cols.contains(&(at % stride)) {
-                    out.push(f32::from_le_bytes([float[0], float[1], float[2], float[3]]));
-                }
-                at += 1;
-            }
+            take_columns(stride, &cols, at, bytes, out);
+            at += bytes.len() / 4;
         })
     }
 }

@@ -122,14 +122,18 @@ def instances():
     return value["instances"]
 
 
-def borrowed_rblocks():
-    """rBlocks that instances have borrowed of each other since they started."""
+def counter(name):
+    """The sum of a counter without labels over the pool's instances, since they started."""
     total = 0
     for row in instances():
         _, _, text = request("/metrics", base=f"http://{row['http_addr']}")
-        lines = [line for line in text.splitlines() if line.startswith("lagoon_kv_borrowed_blocks_total ")]
-        total += sum(int(float(line.split()[1])) for line in lines)
+        total += sum(int(float(line.split()[1])) for line in text.splitlines() if line.startswith(f"{name} "))
     return total
+
+
+def borrowed_rblocks():
+    """rBlocks that instances have borrowed of each other since they started."""
+    return counter("lagoon_kv_borrowed_blocks_total")
 
 
 def wait_until_idle():

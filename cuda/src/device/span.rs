@@ -2,6 +2,7 @@
 
 use super::memory::CudaTensor;
 use crate::driver::{Buffer, Pinned};
+use lagoon_backend::take_columns;
 use std::ops::Range;
 
 /// Largest read that is staged ahead, in bytes; a larger one waits for its stream when it is taken.
@@ -46,7 +47,6 @@ impl Span {
 
     /// Appends the wanted elements of `bytes`, which begin at element `at` of the tensor.
     pub(super) fn take(&self, at: usize, bytes: &[u8], out: &mut Vec<f32>) {
-        let elements = (at..).zip(bytes.chunks_exact(4)).filter(|(at, _)| self.cols.contains(&(at % self.stride)));
-        out.extend(elements.map(|(_, b)| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        take_columns(self.stride, &self.cols, at, bytes, out);
     }
 }

@@ -5,6 +5,7 @@
 #[cfg(target_os = "linux")]
 pub mod arena;
 pub mod capabilities;
+mod columns;
 pub mod conformance;
 pub mod cpu;
 pub mod device;
@@ -26,6 +27,7 @@ pub use capabilities::{
 };
 #[cfg(target_os = "linux")]
 pub use capabilities::{LentKv, OwnRegion, SharedKv};
+pub use columns::take_columns;
 pub use cpu::CpuDevice;
 pub use device::{Device, DeviceInfo, ExpertBuffers, Partials};
 pub use error::DeviceError;
