@@ -110,6 +110,7 @@ fn register(i: u32) -> Register {
             attention_us_per_ktoken: 30.0,
             prefill_us_per_token: 50.0,
             copy_bytes_per_s: 1e10,
+            prompt_attention_us_per_ktoken: 0.0,
         })),
         ..Register::default()
     }

@@ -138,6 +138,7 @@ fn calibration(status: &Value) -> Result<Calibration> {
         attention_us_per_ktoken: field("attention_us_per_ktoken")?,
         prefill_us_per_token: field("prefill_us_per_token")?,
         copy_bytes_per_s: field("copy_bytes_per_s")?,
+        prompt_attention_us_per_ktoken: 0.0,
     })
 }
 

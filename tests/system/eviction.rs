@@ -93,7 +93,8 @@ fn full_caches_delay_no_admission() {
             let mut world = full(copied);
             assert_full(&world, copied);
             let (got, evicted) = iterations(&mut world, blocks);
-            assert_eq!(got, expected, "{blocks} blocks, copied: {copied}");
+            let not_later = got.iter().zip(expected).all(|(got, expected)| *got <= expected);
+            assert!(not_later, "{blocks} blocks, copied: {copied}: {got:?} steps, {expected:?} in an empty pool");
             assert!(evicted >= u64::from(blocks), "{blocks} blocks, copied: {copied}: {evicted} evicted");
             assert_equals_single("full caches", &world, &pool());
             world.check_empty();

@@ -238,6 +238,7 @@ fn calibration(prefill_us: f64) -> Option<Calibration> {
         attention_us_per_ktoken: 1.0,
         prefill_us_per_token: prefill_us,
         copy_bytes_per_s: 1e9,
+        prompt_attention_us_per_ktoken: 0.0,
     })
 }
 

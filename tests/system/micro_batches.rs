@@ -18,6 +18,7 @@ fn world(weights_ms: f64, remote_request_ms: u64) -> (World, usize, usize) {
         attention_us_per_ktoken: 100.0,
         prefill_us_per_token: 0.0,
         copy_bytes_per_s: 0.0,
+        prompt_attention_us_per_ktoken: 0.0,
     };
     let debtor = Spec { calibration: Some(calibration), step_ms: 20, ..Spec::cpu(24) };
     let mut world = World::pool(pool(), None, &[debtor, Spec { remote_request_ms, ..Spec::cpu(30) }]);

@@ -83,6 +83,7 @@ fn a_request_that_a_gateway_takes_back_borrows_only_what_is_mapped() {
         attention_us_per_ktoken: 1.0,
         prefill_us_per_token: 0.0,
         copy_bytes_per_s: 0.0,
+        prompt_attention_us_per_ktoken: 0.0,
     };
     for (seed, remote, mapped) in [(47, RemotePolicy::Auto, 1), (48, RemotePolicy::Ship, 0)] {
         let name = "a_request_that_a_gateway_takes_back_borrows_only_what_is_mapped";

@@ -110,6 +110,28 @@ fn a_layer_asks_only_those_whose_keys_it_sees() {
     }
 }
 
+/// Of 31 rBlocks, 20 are local. Where a chunk is sooner attended to here than shipped, the borrowed ones come behind 18 of them.
+#[test]
+fn the_oldest_blocks_stay_local_where_shipping_is_slow() {
+    let pool = PoolSpec::golden("llama3_old", 4);
+    let queries = |attention_flops| {
+        let debtor = Spec { attention_flops, remote: RemotePolicy::Ship, step_rows: 10, ..Spec::cpu(20) };
+        let mut world = World::pool(pool.clone(), None, &[debtor, Spec::cpu(30)]);
+        world.submit(0, greedy(prompt(7, 120, 120), 3));
+        run_to_token(&mut world, 0, 1);
+        let (local, remote) = placement(&world, 0);
+        assert_eq!((local, remote.values().sum::<u32>()), (20, 11));
+        let queries = world.sent("query").0;
+        world.run();
+        assert_equals_single(&format!("{attention_flops:e} operations a second"), &world, &pool);
+        world.check_empty();
+        queries
+    };
+    let (slow_links, slow_device) = (queries(1e12), queries(1.0));
+    // Two layers of twelve steps, of which the first asks nobody, or the first eight.
+    assert_eq!((slow_links, slow_device), (2 * 4, 2 * 11));
+}
+
 #[test]
 fn a_window_is_cut_across_creditors_and_frees_what_is_behind_it() {
     let pool = PoolSpec::golden("mistral_window", 4);

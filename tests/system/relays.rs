@@ -59,7 +59,7 @@ fn relayed(pool: &PoolSpec, specs: &[Spec], seed: Option<u64>, layers: u64) -> W
 
 #[test]
 fn three_and_five_creditors_on_two_hosts_equal_one_instance() {
-    for (specs, creditors, percent) in [(three(), 3, 80), (five(), 5, 70)] {
+    for (specs, creditors, percent) in [(three(), 3, 85), (five(), 5, 70)] {
         for model in ["yi", "llama2_mha", "deepseek_v2"] {
             let pool = PoolSpec::golden(model, BLOCK);
             let mut sent = Vec::new();

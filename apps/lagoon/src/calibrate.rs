@@ -1,7 +1,7 @@
 //! Calibration: an executor's measurements of itself before it serves, for the planner's model (v2 Eq. 5).
 //!
 //! It measures decode steps of growing batches whose sequences see one token each (f), micro attention over two context
-//! lengths (g), one prefill chunk, and KV copied out and in. All of it uses the executor's own commands, so that the
+//! lengths (g), one prefill chunk, alone and behind a context, and KV copied out and in. All of it uses the executor's own commands, so that the
 //! measured code is the serving code. Each point is the fastest of a few repetitions: other programs only add time.
 //!
 //! Bounded: a point starts only if it is expected to fit the rest of the budget; the first point always does. It leaves
@@ -27,7 +27,7 @@ const PREFILL_MAX: u32 = 512;
 /// Maximum tokens copied at once.
 const COPY_MAX: u32 = 256;
 /// Repetitions of a point: at least so many (after a warm-up), then until the time is used.
-const REPEATS_MIN: usize = 3;
+const REPEATS_MIN: u32 = 3;
 const POINT_TIME: Duration = Duration::from_millis(15);
 /// Ratio of a batch's time to half that batch's above which it was disturbed, and is measured again.
 const DISTURBED: f64 = 2.5;
@@ -60,16 +60,29 @@ pub(crate) fn calibrate<D: Device>(
     let mut bench = Bench { executor, subject, step: 0 };
     let (attention_us_per_ktoken, copy_bytes_per_s) =
         (bench.attention(budget.mul_f64(0.2))?, bench.copy(budget.mul_f64(0.1))?);
-    let (mut batches, mut prefill_us_per_token) = (Vec::new(), 0.0);
+    let (mut batches, mut prefill_us_per_token, mut prompt_attention_us_per_ktoken) = (Vec::new(), 0.0, 0.0);
     if subject.runs_requests {
         batches = bench.batches(budget.mul_f64(0.4))?;
         let slowest = batches.first().map_or(0.0, |p| p.step_us);
-        prefill_us_per_token = bench.prefill(budget.mul_f64(0.3), slowest)?;
+        let (rows, first) = bench.prefill(budget.mul_f64(0.2), slowest)?;
+        prefill_us_per_token = us(first) / f64::from(rows);
+        prompt_attention_us_per_ktoken = bench.prompt_attention(budget.mul_f64(0.1), (rows, first))?;
         bench.clear(subject.slots.min(PREFILL_MAX.max(BATCH_MAX)))?;
     }
     executor.push(Command::Release { slots: std::iter::once(0..slots).collect() });
     while executor.turn(&mut |_| {}) {}
-    Ok(Calibration { batches, attention_us_per_ktoken, prefill_us_per_token, copy_bytes_per_s })
+    Ok(Calibration {
+        batches,
+        attention_us_per_ktoken,
+        prefill_us_per_token,
+        copy_bytes_per_s,
+        prompt_attention_us_per_ktoken,
+    })
+}
+
+/// Runs of a point, its warm-up included.
+fn runs_least() -> f64 {
+    f64::from(1 + REPEATS_MIN)
 }
 
 struct Bench<'a, D: Device> {
@@ -137,16 +150,37 @@ impl<D: Device> Bench<'_, D> {
         Ok(points)
     }
 
-    /// Time per row of a prompt's first chunk, in microseconds; at most that of a one-row step (`slowest_us`).
-    fn prefill(&mut self, budget: Duration, slowest_us: f64) -> anyhow::Result<f64> {
+    /// Rows of a prompt's first chunk, and its time; at most that of as many one-row steps (`slowest_us`).
+    fn prefill(&mut self, budget: Duration, slowest_us: f64) -> anyhow::Result<(u32, Duration)> {
         let Subject { step_rows, slots, positions, .. } = self.subject;
         let mut rows = PREFILL_MAX.min(step_rows).min(slots).min(positions);
-        let runs = f64::from(u32::try_from(REPEATS_MIN + 1).unwrap_or(u32::MAX));
-        while rows > 1 && f64::from(rows) * slowest_us * runs > us(budget) * 4.0 {
+        while rows > 1 && f64::from(rows) * slowest_us * runs_least() > us(budget) * 4.0 {
             rows /= 2;
         }
-        let time = self.fastest(|bench| bench.chunk(rows))?;
-        Ok(us(time) / f64::from(rows))
+        Ok((rows, self.fastest(|bench| bench.chunk(rows, 0))?))
+    }
+
+    /// Time of a row's attention over 1,024 tokens in all layers, in microseconds, in a chunk of `rows` rows that takes `first` without
+    /// a context. 0 with windows that are kept apart.
+    fn prompt_attention(&mut self, budget: Duration, (rows, first): (u32, Duration)) -> anyhow::Result<f64> {
+        let Subject { slots, positions, rings, .. } = self.subject;
+        let longest = CONTEXT_MAX.min(slots).min(positions).saturating_sub(rows);
+        let mut context = rows.min(longest);
+        if rings || context == 0 {
+            return Ok(0.0);
+        }
+        let begun = Instant::now();
+        loop {
+            let before = begun.elapsed();
+            let time = self.fastest(|bench| bench.chunk(rows, context))?;
+            if context < longest && begun.elapsed() + 4 * (begun.elapsed() - before) <= budget {
+                context = (context * 4).min(longest);
+                continue;
+            }
+            // As for decode attention: noise may exceed the difference.
+            let more = if time > first { time - first } else { time };
+            return Ok(us(more) / f64::from(rows) / f64::from(context) * 1024.0);
+        }
     }
 
     fn decode(&mut self, batch: u32) -> anyhow::Result<()> {
@@ -156,9 +190,13 @@ impl<D: Device> Bench<'_, D> {
         self.forward(batch, seqs, runs)
     }
 
-    fn chunk(&mut self, rows: u32) -> anyhow::Result<()> {
-        let seq = SeqRows { row0: 0, rows, run0: 0, runs: 1, ..self.seq(0) };
-        self.forward(rows, vec![seq], vec![KvRun { base: 0, len: rows, first_pos: 0 }])
+    /// A prompt's chunk behind a context, whose KV is what the slots behind the chunk's have.
+    fn chunk(&mut self, rows: u32, context: u32) -> anyhow::Result<()> {
+        let before = KvRun { base: rows, len: context, first_pos: 0 };
+        let own = KvRun { base: 0, len: rows, first_pos: context };
+        let runs = if context > 0 { vec![before, own] } else { vec![own] };
+        let seq = SeqRows { rows, pos0: context, runs: 1 + u32::from(context > 0), ..self.seq(0) };
+        self.forward(rows, vec![seq], runs)
     }
 
     /// A sequence at position 0 with greedy sampling.
@@ -329,6 +367,7 @@ mod tests {
         assert!(measured.batches.iter().all(|p| p.step_us > 0.0), "{measured:?}");
         assert!(measured.prefill_us_per_token > 0.0, "{measured:?}");
         assert!(measured.attention_us_per_ktoken > 0.0 && measured.copy_bytes_per_s > 1e6, "{measured:?}");
+        assert!(measured.prompt_attention_us_per_ktoken > 0.0, "{measured:?}");
 
         let mut bench = Bench { executor: &mut executor, subject, step: 0 };
         for layer in 0..subject.kv.layers {

@@ -112,6 +112,7 @@ mod tests {
             attention_us_per_ktoken: 3.25,
             prefill_us_per_token: 1.5,
             copy_bytes_per_s: 1e9,
+            prompt_attention_us_per_ktoken: 0.5,
         };
         store_in(&dir, &key, &calibration).unwrap();
         assert_eq!(load_from(&dir, &key), Some(calibration.clone()));

@@ -216,6 +216,7 @@ pub(crate) struct CalibrationRow {
     pub(crate) attention_us_per_ktoken: f64,
     pub(crate) prefill_us_per_token: f64,
     pub(crate) copy_bytes_per_s: f64,
+    pub(crate) prompt_attention_us_per_ktoken: f64,
 }
 
 impl From<&Calibration> for CalibrationRow {
@@ -225,6 +226,7 @@ impl From<&Calibration> for CalibrationRow {
             attention_us_per_ktoken: c.attention_us_per_ktoken,
             prefill_us_per_token: c.prefill_us_per_token,
             copy_bytes_per_s: c.copy_bytes_per_s,
+            prompt_attention_us_per_ktoken: c.prompt_attention_us_per_ktoken,
         }
     }
 }
@@ -236,6 +238,7 @@ impl From<&CalibrationRow> for Calibration {
             attention_us_per_ktoken: row.attention_us_per_ktoken,
             prefill_us_per_token: row.prefill_us_per_token,
             copy_bytes_per_s: row.copy_bytes_per_s,
+            prompt_attention_us_per_ktoken: row.prompt_attention_us_per_ktoken,
         }
     }
 }

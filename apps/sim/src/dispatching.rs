@@ -100,6 +100,7 @@ impl Instance {
             attention_us_per_ktoken: 1.0,
             prefill_us_per_token: 50.0,
             copy_bytes_per_s: 0.0,
+            prompt_attention_us_per_ktoken: 0.0,
         };
         let load = InstanceLoad {
             calibration: Some(calibration),

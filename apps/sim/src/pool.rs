@@ -133,6 +133,7 @@ impl NodeSpec {
             attention_us_per_ktoken: us(1_024 * self.speed.key_ns),
             prefill_us_per_token: 0.0,
             copy_bytes_per_s: 0.0,
+            prompt_attention_us_per_ktoken: 0.0,
         })
     }
 

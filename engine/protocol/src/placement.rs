@@ -38,6 +38,9 @@ pub struct Calibration {
     /// Rate of KV copies out of and into the store, in bytes per second.
     #[prost(double, tag = "4")]
     pub copy_bytes_per_s: f64,
+    /// Time of a prompt row's attention over 1,024 tokens in a chunk of the usual size, all layers, in microseconds; 0 if not measured.
+    #[prost(double, tag = "5")]
+    pub prompt_attention_us_per_ktoken: f64,
 }
 
 /// One point of [`Calibration::batches`].

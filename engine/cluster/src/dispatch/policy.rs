@@ -242,7 +242,13 @@ mod tests {
 
     fn calibration(step_us: f64, prefill_us_per_token: f64) -> Option<Calibration> {
         let batches = vec![BatchPoint { batch: 1, step_us }, BatchPoint { batch: 16, step_us: 2.0 * step_us }];
-        Some(Calibration { batches, attention_us_per_ktoken: 100.0, prefill_us_per_token, copy_bytes_per_s: 1e9 })
+        Some(Calibration {
+            batches,
+            attention_us_per_ktoken: 100.0,
+            prefill_us_per_token,
+            copy_bytes_per_s: 1e9,
+            prompt_attention_us_per_ktoken: 0.0,
+        })
     }
 
     fn instance() -> InstanceLoad {

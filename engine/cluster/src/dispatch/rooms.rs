@@ -306,6 +306,7 @@ mod tests {
             attention_us_per_ktoken: 1.0,
             prefill_us_per_token: 1_000.0,
             copy_bytes_per_s: 0.0,
+            prompt_attention_us_per_ktoken: 0.0,
         };
         let load = InstanceLoad {
             calibration: Some(calibration),

@@ -13,6 +13,7 @@ fn report(instance: u32, at_ms: u64, free: u32, running: u32) -> Report<u32> {
         attention_us_per_ktoken: 1.0,
         prefill_us_per_token: 10.0,
         copy_bytes_per_s: 0.0,
+        prompt_attention_us_per_ktoken: 0.0,
     };
     let load = InstanceLoad {
         calibration: Some(calibration),

@@ -71,6 +71,7 @@ mod tests {
             attention_us_per_ktoken: 1_024.0,
             prefill_us_per_token: 1.0,
             copy_bytes_per_s: 0.0,
+            prompt_attention_us_per_ktoken: 0.0,
         }
     }
 

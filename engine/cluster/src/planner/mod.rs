@@ -131,6 +131,7 @@ impl Default for PlannerConfig {
                 attention_us_per_ktoken: 2_000.0,
                 prefill_us_per_token: 5_000.0,
                 copy_bytes_per_s: 1e9,
+                prompt_attention_us_per_ktoken: 0.0,
             },
             assumed_link: LinkView { rtt_us: 1_000.0, bytes_per_s: 1e8 },
             batch_small: 4,

@@ -1,7 +1,8 @@
 //! Admission: accepts requests and allocates KV memory for waiting sequences, all or nothing.
 //!
-//! The newest rBlocks of a prompt stay local so that decoding grows in local memory; the oldest go to creditors. A
-//! sequence that cannot be placed completely waits and holds no memory.
+//! The newest rBlocks of a prompt stay local so that decoding grows in local memory; the oldest go to creditors, which then attend for
+//! all rows, or stay local, too, where that is faster ([`CostModel::prefers_local`]). A sequence that cannot be placed completely waits
+//! and holds no memory.
 
 use super::others::PrefillQueries;
 use super::policy::{Attempt, Short, Sources};
@@ -9,6 +10,7 @@ use super::sequence::{Need, Sequence};
 use super::{Batch, policy};
 use crate::cx::Cx;
 use crate::outcome::Outcome;
+use crate::step::cost::CostModel;
 use lagoon_protocol::{Role, TierRequest};
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GMANAGER_WAIT_MS, QUEUE_DEFAULT};
 use lagoon_types::{CONTEXT, GenerateRequest, RequestError, RequestOptions, SeqId};
@@ -228,14 +230,16 @@ impl Batch {
         }
         let room = self.room(cx);
         let shareable = if needed <= room { 0 } else { self.shareable(cx, id) };
-        let local = match policy::sources(needed, room, shareable, job) {
-            Sources::Here => needed,
-            Sources::Split { local } => local,
+        let local_first = needed > room && self.is_local_first(cx, id, needed - room);
+        let (first, last) = match policy::sources(needed, room, shareable, job, local_first) {
+            Sources::Here => (needed, 0),
+            Sources::Split { first, last } => (first, last),
             Sources::Retry => {
                 self.retry_later(cx, id);
                 return false;
             }
         };
+        let local = first + last;
         if local < needed && self.waits_for_whole(cx, id) {
             self.retry_later(cx, id);
             return false;
@@ -250,10 +254,11 @@ impl Batch {
             return false;
         }
         let (known, after) = if local == needed { self.adopt_prefix(cx, id) } else { (0, None) };
-        // The block table is built oldest first: the newest blocks wait aside while the older ones are borrowed.
-        let newest = lost.into_iter().chain(end - new..end).skip((needed - local + known) as usize);
-        let newest: Vec<u32> = newest.collect();
-        let Some(blocks) = cx.memory.rm.pool.allocate_for(id, newest.into_iter(), after) else {
+        // The block table is built oldest first: own blocks wait aside while those before the newest are borrowed.
+        let mut own: Vec<u32> = lost.into_iter().chain(end - new..end).collect();
+        own.drain(first as usize..(needed - last) as usize);
+        own.drain(..known as usize);
+        let Some(blocks) = cx.memory.rm.pool.allocate_for(id, own.into_iter(), after) else {
             self.release_memory(cx, prefills, id);
             self.retry_later(cx, id);
             return false;
@@ -271,10 +276,20 @@ impl Batch {
             }
             Some(borrow) => {
                 seq.set_need(Need::Borrowing(borrow));
-                seq.aside = blocks;
+                (seq.aside, seq.aside_first) = (blocks, first as usize);
                 false
             }
         }
+    }
+
+    /// Whether the oldest rBlocks of a waiting sequence that borrows so many are better local. Not with windows: layers soon ask nobody for
+    /// what is behind theirs.
+    fn is_local_first(&self, cx: &Cx, id: SeqId, borrowed: u32) -> bool {
+        if cx.config.window.is_some() || !cx.config.layer_windows.pooled.is_empty() {
+            return false;
+        }
+        let rows = self.seqs.get(&id).map_or(0, |seq| seq.len().min(cx.config.sched.step_rows));
+        CostModel::towards(cx, None).prefers_local(rows, borrowed.saturating_mul(cx.config.block_tokens))
     }
 
     /// True if a waiting sequence of `needed` rBlocks, which must borrow, can. False if no gManager can be asked: it

@@ -22,6 +22,9 @@ impl Batch {
             }
             return;
         };
+        let mut aside: Vec<PhysBlock> = std::mem::take(&mut seq.aside);
+        let last = aside.split_off(std::mem::take(&mut seq.aside_first));
+        seq.blocks.take_local(&aside);
         for lease in leases {
             let &BorrowedLease { creditor, lease, epoch, blocks, .. } = lease;
             let grant = RemoteGrant { creditor, lease, epoch, blocks };
@@ -29,8 +32,7 @@ impl Batch {
             let hasher = LeaseHasher::new(kv.layers as usize, block_tokens, kv.layer_token_bytes());
             seq.leases.insert((creditor, lease), HeldLease::new(blocks, hasher));
         }
-        let aside: Vec<PhysBlock> = std::mem::take(&mut seq.aside);
-        seq.blocks.take_local(&aside);
+        seq.blocks.take_local(&last);
         seq.set_need(Need::Met);
         seq.restore_by_ms = None;
         (seq.misses, seq.frugal) = (0, false);

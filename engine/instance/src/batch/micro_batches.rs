@@ -213,6 +213,7 @@ mod tests {
             attention_us_per_ktoken: 1_024.0,
             prefill_us_per_token: 1.0,
             copy_bytes_per_s: 1e9,
+            prompt_attention_us_per_ktoken: 0.0,
         }
     }
 

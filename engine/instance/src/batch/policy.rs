@@ -96,8 +96,8 @@ pub(super) fn attempt(need: Option<Need>, now_ms: u64) -> Attempt {
 pub(super) enum Sources {
     /// All of it from here.
     Here,
-    /// The newest `local` rBlocks from this instance, the older ones from creditors.
-    Split { local: u32 },
+    /// The oldest `first` and the newest `last` rBlocks from this instance, those between from creditors.
+    Split { first: u32, last: u32 },
     /// All of its KV must be local, and too few blocks are free.
     Retry,
 }
@@ -105,13 +105,17 @@ pub(super) enum Sources {
 /// Where the `needed` rBlocks of a waiting sequence come from, with `room` free ones here. Shared prefix blocks
 /// (`shareable`) need no memory, unless the oldest blocks are borrowed. `whole`: a prompt for a decode worker, which
 /// lies here as a whole.
-pub(super) fn sources(needed: u32, room: u32, shareable: u32, whole: bool) -> Sources {
+///
+/// The newest rBlocks are local, so that decoding grows in local memory. `local_first`: rows ask creditors only from the first borrowed
+/// rBlock on, so most local ones come before it. Else creditors attend for all rows, beside this instance.
+pub(super) fn sources(needed: u32, room: u32, shareable: u32, whole: bool, local_first: bool) -> Sources {
     if needed <= room + shareable {
         Sources::Here
     } else if whole {
         Sources::Retry
     } else {
-        Sources::Split { local: room }
+        let last = if local_first { room.min(GROWTH_BLOCKS) } else { room };
+        Sources::Split { first: room - last, last }
     }
 }
 
@@ -590,11 +594,19 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_blocks_come_from_here_and_the_others_from_creditors() {
-        assert_eq!(sources(4, 4, 0, false), Sources::Here);
-        assert_eq!(sources(6, 4, 2, true), Sources::Here);
-        assert_eq!(sources(7, 4, 2, false), Sources::Split { local: 4 }, "shared blocks are the oldest");
-        assert_eq!(sources(7, 4, 2, true), Sources::Retry);
+    fn the_newest_blocks_come_from_here_and_the_oldest_where_shipping_is_slow() {
+        for local_first in [false, true] {
+            assert_eq!(sources(4, 4, 0, false, local_first), Sources::Here);
+            assert_eq!(sources(6, 4, 2, true, local_first), Sources::Here);
+            assert_eq!(sources(7, 4, 2, true, local_first), Sources::Retry);
+            assert_eq!(sources(7, 1, 0, false, local_first), Sources::Split { first: 0, last: 1 });
+        }
+        assert_eq!(
+            sources(7, 4, 2, false, false),
+            Sources::Split { first: 0, last: 4 },
+            "shared blocks are the oldest"
+        );
+        assert_eq!(sources(9, 4, 2, false, true), Sources::Split { first: 4 - GROWTH_BLOCKS, last: GROWTH_BLOCKS });
     }
 
     #[test]

@@ -20,6 +20,7 @@ impl Batch {
         }
         seq.set_need(Need::Met);
         let aside = std::mem::take(&mut seq.aside);
+        seq.aside_first = 0;
         cx.memory.rm.pool.free(Owner::Own(id), &aside);
     }
 

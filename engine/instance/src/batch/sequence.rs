@@ -180,8 +180,9 @@ pub(crate) struct Sequence {
     pub(crate) hashed: u32,
     pub(crate) search: PoolSearch,
     /// Own blocks for the newest tokens (or lost blocks), until the older ones are borrowed and the table can be built
-    /// in order.
+    /// in order; the first [`Sequence::aside_first`] of them come before the borrowed ones.
     pub(crate) aside: Vec<PhysBlock>,
+    pub(crate) aside_first: usize,
     /// Its last window in rBlocks: saved for the decode worker of a prompt computed here, or read from a prefill worker and not yet
     /// copied into the ring.
     pub(crate) window: Option<Window>,
@@ -238,6 +239,7 @@ impl Sequence {
             hashed: 0,
             search: PoolSearch::Due,
             aside: Vec::new(),
+            aside_first: 0,
             window: None,
             life: Life::Waiting(Need::Met),
             misses: 0,

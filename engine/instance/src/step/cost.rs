@@ -12,8 +12,9 @@
 //! Round trip and bulk rate are measured for this creditor, the other times come from this instance's calibration; configured
 //! values replace measurements until there are some.
 
+use crate::cx::Cx;
 use lagoon_protocol::Calibration;
-use lagoon_types::{AttentionGeometry, DType, KvShape};
+use lagoon_types::{AttentionGeometry, DType, InstanceId, KvShape};
 
 /// Rate and round trip of the link to a creditor.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -37,6 +38,8 @@ pub struct OwnCost {
     /// Attention operations per second over KV that this instance attends to itself. Measured while decoding, which is
     /// bound by memory: a chunk of many rows is faster, so fetching is never overrated.
     pub attention_rate: f64,
+    /// As [`OwnCost::attention_rate`], and at least that, in a chunk of a prompt.
+    pub prompt_attention_rate: f64,
     /// Seconds of one row of a chunk in one layer, without attention; 0 if not measured.
     pub row_layer_s: f64,
     /// Seconds to copy one byte of KV out of a store or into it; 0 if not measured.
@@ -54,13 +57,21 @@ impl OwnCost {
     ) -> Self {
         let positive = |x: f64| x.is_finite() && x > 0.0;
         let Some(c) = calibration.filter(|c| positive(c.attention_us_per_ktoken)) else {
-            return Self { attention_rate: assumed_rate, row_layer_s: 0.0, copy_byte_s: 0.0 };
+            return Self {
+                attention_rate: assumed_rate,
+                prompt_attention_rate: assumed_rate,
+                row_layer_s: 0.0,
+                copy_byte_s: 0.0,
+            };
         };
         let layers = f64::from(kv.layers.max(1));
         let operations = 1_024.0 * layers * row_key_operations(geometry);
         let row_us = if positive(c.prefill_us_per_token) { c.prefill_us_per_token } else { 0.0 };
+        let attention_rate = operations * 1e6 / c.attention_us_per_ktoken;
+        let prompt_rate = operations * 1e6 / c.prompt_attention_us_per_ktoken;
         Self {
-            attention_rate: operations * 1e6 / c.attention_us_per_ktoken,
+            attention_rate,
+            prompt_attention_rate: if positive(prompt_rate) { prompt_rate.max(attention_rate) } else { attention_rate },
             row_layer_s: row_us / layers / 1e6,
             copy_byte_s: if positive(c.copy_bytes_per_s) { 1.0 / c.copy_bytes_per_s } else { 0.0 },
         }
@@ -92,6 +103,23 @@ pub struct CostModel {
 }
 
 impl CostModel {
+    /// Towards a creditor, from measurements; towards an unknown one, by the fastest link to a peer.
+    pub(crate) fn towards(cx: &Cx, creditor: Option<InstanceId>) -> Self {
+        let config = &cx.config;
+        let known = match creditor {
+            Some(creditor) => cx.peers.key(creditor).and_then(|peer| cx.peers.known(peer)),
+            None => cx.peers.iter().max_by_key(|known| known.bytes_per_s).copied(),
+        };
+        let (rtt_us, bytes_per_s) = known.map_or((0, 0), |k| (k.rtt_us, k.bytes_per_s));
+        Self {
+            geometry: config.geometry,
+            kv: config.kv,
+            wire: config.wire,
+            link: LinkCost::measured(rtt_us, bytes_per_s, config.link_bytes_per_s),
+            own: OwnCost::measured(config.calibration.as_ref(), &config.geometry, &config.kv, config.attention_flops),
+        }
+    }
+
     /// Bytes per layer in both directions to ship `rows` queries: query, output, log-sum-exp and count.
     #[must_use]
     pub fn ship_bytes(&self, rows: u32) -> f64 {
@@ -116,9 +144,19 @@ impl CostModel {
     pub fn fetch_s(&self, rows: u32, keys: u32) -> f64 {
         let copy = self.link.rtt_s + self.fetch_bytes(keys) / self.link.bytes_per_s;
         let ahead = f64::from(rows) * self.own.row_layer_s;
-        let operations = f64::from(rows) * f64::from(keys) * row_key_operations(&self.geometry);
         let stores = 2.0 * self.fetch_bytes(keys) * self.own.copy_byte_s;
-        (copy - ahead).max(0.0) + stores + operations / self.own.attention_rate
+        (copy - ahead).max(0.0) + stores + self.operations(rows, keys) / self.own.attention_rate
+    }
+
+    /// Whether a prompt's chunk of `rows` rows waits longer for an answer about `keys` remote keys than it takes to attend to as many here.
+    #[must_use]
+    pub fn prefers_local(&self, rows: u32, keys: u32) -> bool {
+        self.operations(rows, keys) / self.own.prompt_attention_rate < self.ship_s(rows)
+    }
+
+    /// Operations of attention in one layer.
+    fn operations(&self, rows: u32, keys: u32) -> f64 {
+        f64::from(rows) * f64::from(keys) * row_key_operations(&self.geometry)
     }
 
     /// Whether fetching `keys` tokens is cheaper than shipping `rows` queries.
@@ -160,7 +198,7 @@ mod tests {
 
     #[test]
     fn the_crossover_is_where_the_bytes_are_equal() {
-        let own = OwnCost { attention_rate: f64::INFINITY, row_layer_s: 0.0, copy_byte_s: 0.0 };
+        let own = OwnCost { attention_rate: f64::INFINITY, ..model().own };
         // A round trip that nothing hides is paid either way.
         for rtt_us in [0, 300] {
             let m = CostModel { own, link: LinkCost::measured(rtt_us, 0, 1e9), ..model() };
@@ -181,19 +219,33 @@ mod tests {
             attention_us_per_ktoken: 1_000.0,
             prefill_us_per_token: 64.0,
             copy_bytes_per_s: 0.0,
+            prompt_attention_us_per_ktoken: 10.0,
         };
         let own = OwnCost::measured(Some(&calibration), &GEOMETRY, &KV, 1.0);
         // 1,024 keys, 32 layers, 4 * 4,096 operations each, in a millisecond.
         assert_eq!(own.attention_rate, 1_024.0 * 32.0 * 16_384.0 * 1e3);
+        assert_eq!(own.prompt_attention_rate, 1_024.0 * 32.0 * 16_384.0 * 1e5);
         assert!((own.row_layer_s - 2e-6).abs() < 1e-18);
+        let unmeasured = Calibration { prompt_attention_us_per_ktoken: 0.0, ..calibration.clone() };
+        assert_eq!(OwnCost::measured(Some(&unmeasured), &GEOMETRY, &KV, 1.0).prompt_attention_rate, own.attention_rate);
         let broken = Calibration { attention_us_per_ktoken: f64::NAN, ..calibration };
         assert_eq!(OwnCost::measured(Some(&broken), &GEOMETRY, &KV, 7.0).attention_rate, 7.0);
     }
 
     #[test]
+    fn keys_are_better_local_where_a_chunk_attends_sooner_than_its_queries_travel() {
+        // 512 rows: 8.5 MB at 1 GB/s, in which 100 TFLOP/s attend to 101,000 keys.
+        let m = model();
+        assert!(m.prefers_local(512, 100_000) && !m.prefers_local(512, 103_000));
+        let slow = CostModel { own: OwnCost { prompt_attention_rate: 1e11, ..m.own }, ..m };
+        assert!(!slow.prefers_local(512, 200));
+        assert_eq!(slow.fetch_s(512, 200), m.fetch_s(512, 200), "fetching counts decode attention");
+    }
+
+    #[test]
     fn a_long_round_trip_is_hidden_by_fetching_a_layer_ahead() {
         // 512 rows work for 1 ms on a layer; 30 ms there and back cannot be hidden, 0.9 ms can.
-        let own = OwnCost { attention_rate: 1e14, row_layer_s: 2e-6, copy_byte_s: 0.0 };
+        let own = OwnCost { row_layer_s: 2e-6, ..model().own };
         let near = CostModel { own, link: LinkCost { bytes_per_s: 1e9, rtt_s: 0.0009 }, ..model() };
         assert!(near.fetch_s(512, 16) < 1e-4 && near.ship_s(512) > 0.009);
         let far = CostModel { link: LinkCost { rtt_s: 0.03, ..near.link }, ..near };

@@ -20,7 +20,7 @@ use crate::event::Effect;
 use crate::outcome::{FirstToken, Lost, LostPart, Outcome, Outcomes};
 use build::{Builder, Built};
 use bytes::Bytes;
-use cost::{CostModel, LinkCost, OwnCost};
+use cost::CostModel;
 pub(crate) use flight::InFlight;
 use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_cluster::mutants::{self, Mutant};
@@ -759,26 +759,12 @@ fn as_u32(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
-/// Cost of shipping and fetching towards a creditor, from measurements.
-fn cost_model(cx: &Cx, creditor: InstanceId) -> CostModel {
-    let config = &cx.config;
-    let known = cx.peers.key(creditor).and_then(|peer| cx.peers.known(peer));
-    let (rtt_us, bytes_per_s) = known.map_or((0, 0), |k| (k.rtt_us, k.bytes_per_s));
-    CostModel {
-        geometry: config.geometry,
-        kv: config.kv,
-        wire: config.wire,
-        link: LinkCost::measured(rtt_us, bytes_per_s, config.link_bytes_per_s),
-        own: OwnCost::measured(config.calibration.as_ref(), &config.geometry, &config.kv, config.attention_flops),
-    }
-}
-
 fn fetches(cx: &Cx, creditor: InstanceId, rows: u32, keys: u32) -> bool {
     match cx.config.remote {
         _ if cx.config.fetch_tokens == 0 => false,
         RemotePolicy::Ship => false,
         RemotePolicy::Fetch => true,
-        RemotePolicy::Auto => cost_model(cx, creditor).prefers_fetch(rows, keys),
+        RemotePolicy::Auto => CostModel::towards(cx, Some(creditor)).prefers_fetch(rows, keys),
     }
 }
 

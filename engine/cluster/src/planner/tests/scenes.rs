@@ -16,6 +16,7 @@ fn calibration() -> Calibration {
         attention_us_per_ktoken: 20.0,
         prefill_us_per_token: 20.0,
         copy_bytes_per_s: 1e10,
+        prompt_attention_us_per_ktoken: 0.0,
     }
 }
 

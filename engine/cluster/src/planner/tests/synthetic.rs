@@ -74,6 +74,7 @@ impl Synthetic {
             attention_us_per_ktoken: speed * if kv { 200.0 } else { 20.0 },
             prefill_us_per_token: speed * 50.0,
             copy_bytes_per_s: 5e9,
+            prompt_attention_us_per_ktoken: 0.0,
         };
         let total = self.blocks / 2 + dice.below(self.blocks / 2 + 1);
         let mut view = InstanceView {
