@@ -14,6 +14,7 @@
 
 mod batch;
 mod config;
+mod cost;
 mod creditor;
 mod cx;
 mod event;
@@ -29,6 +30,7 @@ mod step;
 
 pub use batch::freeze::FrozenDebt;
 pub use config::{InstanceConfig, JointConfig, LayerWindows, RemotePolicy, SchedulerConfig, TransferConfig};
+pub use cost::{CostModel, LinkCost, OwnCost};
 pub use cx::prefix::PrefixStatus;
 pub use cx::tiers::{CacheTierConfig, CacheTierStatus, CacheTiersStatus};
 pub use event::{BlockKv, DiskEffect, DiskEvent, DiskLoss, Effect, Event, PeerKey, TransferEffect, TransferEvent};
@@ -37,7 +39,6 @@ pub use joint::{JointState, JointStatus, MEMBER_SEQ_BASE};
 pub use moves::{MovePace, MoveStatus, MovedBlocks};
 pub use prefill::{LastTimes, PrefillStatus, PrefillTimes, StageUser};
 pub use status::{InstanceStatus, SequencePlacement};
-pub use step::cost::{CostModel, LinkCost, OwnCost};
 pub use step::mapped::PeerAccessStatus;
 pub use step::relays::RelayStatus;
 

@@ -8,9 +8,9 @@ use super::others::PrefillQueries;
 use super::policy::{Attempt, Short, Sources};
 use super::sequence::{Need, Sequence};
 use super::{Batch, policy};
+use crate::cost::CostModel;
 use crate::cx::Cx;
 use crate::outcome::Outcome;
-use crate::step::cost::CostModel;
 use lagoon_protocol::{Role, TierRequest};
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GMANAGER_WAIT_MS, QUEUE_DEFAULT};
 use lagoon_types::{CONTEXT, GenerateRequest, RequestError, RequestOptions, SeqId};
@@ -257,8 +257,7 @@ impl Batch {
         // The block table is built oldest first: own blocks wait aside while those before the newest are borrowed.
         let mut own: Vec<u32> = lost.into_iter().chain(end - new..end).collect();
         own.drain(first as usize..(needed - last) as usize);
-        own.drain(..known as usize);
-        let Some(blocks) = cx.memory.rm.pool.allocate_for(id, own.into_iter(), after) else {
+        let Some(blocks) = cx.memory.rm.pool.allocate_for(id, own.into_iter().skip(known as usize), after) else {
             self.release_memory(cx, prefills, id);
             self.retry_later(cx, id);
             return false;

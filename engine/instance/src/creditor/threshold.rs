@@ -13,8 +13,8 @@
 
 use super::Creditor;
 use crate::config::InstanceConfig;
+use crate::cost::OwnCost;
 use crate::cx::Cx;
-use crate::step::cost::OwnCost;
 use lagoon_types::InstanceId;
 use lagoon_types::limits::{THRESHOLD_IDLE_MS, THRESHOLD_OVER_MS, THRESHOLD_SHED_PAUSE_MS};
 use std::collections::BTreeMap;

@@ -2,7 +2,6 @@
 //! runs.
 
 mod build;
-pub(crate) mod cost;
 mod flight;
 mod joint;
 pub(crate) mod mapped;
@@ -14,13 +13,13 @@ use crate::batch::changes::Written;
 use crate::batch::others::PrefillQueries;
 use crate::batch::{Batch, Others};
 use crate::config::RemotePolicy;
+use crate::cost::CostModel;
 use crate::cx::Cx;
 use crate::cx::tags::{ReadId, ReadOwner};
 use crate::event::Effect;
 use crate::outcome::{FirstToken, Lost, LostPart, Outcome, Outcomes};
 use build::{Builder, Built};
 use bytes::Bytes;
-use cost::CostModel;
 pub(crate) use flight::InFlight;
 use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_cluster::mutants::{self, Mutant};
