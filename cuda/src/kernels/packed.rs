@@ -1,7 +1,8 @@
 //! Packed weights: how their rows lie in device memory, and the kernels that compute with them.
 //!
-//! * Up to [`PACKED_ROWS_MAX`] rows, `gemv_*` of the format streams the weight and unpacks it in registers for tensor cores, with
-//!   activations as two terms of f16; `grouped_gemv_*` does for rows of an expert, in f32.
+//! * Up to [`PACKED_ROWS_MAX`] rows, `gemv_*` of the format streams the weight and unpacks it in registers for tensor cores;
+//!   `split_packed` has written activations to scratch as terms of f16 ([`Streamed`]). `grouped_gemv_*` streams for rows of an expert,
+//!   in f32.
 //! * For more rows, `unpack_*` writes elements as f16 to scratch, a part of the weight at a time, and the kernels of f16 weights
 //!   follow: one term of each element for [`Precision::Fast`], two for [`Precision::Exact`].
 //! * `unpack_*` also reads rows of embedding tables, and all rows of products by head, in f32.
@@ -39,20 +40,32 @@ pub struct Packed {
     pub format: WeightFormat,
     /// Pieces of a block in the order of a row's planes, codes first.
     planes: &'static [Piece],
-    /// For up to 4, 8 and 16 rows: see [`FewRows`].
-    gemv: [&'static str; 3],
-    /// Pieces of 16 bytes that 128 elements of a row have in its planes.
+    /// As [`FEW_ROWS`] has them.
+    gemv: [&'static str; 4],
+    /// As in `cuda/kernels/shared/weight_*.cuh`: runs of a unit, units whose second runs follow their first ones, whether elements have
+    /// a least value, and pieces of 16 bytes that 128 elements of a row have in its planes.
+    runs: u32,
+    paired: u32,
+    least: bool,
     pieces: u32,
     pub(super) grouped: &'static str,
     unpack: &'static str,
 }
 
 macro_rules! packed {
-    ($format:ident, $name:literal, $pieces:literal, $planes:expr) => {
+    ($format:ident, $name:literal, $runs:literal, $paired:literal, $least:literal, $pieces:literal, $planes:expr) => {
         Packed {
             format: WeightFormat::$format,
             planes: &$planes,
-            gemv: [concat!("gemv_", $name, "_4"), concat!("gemv_", $name, "_8"), concat!("gemv_", $name, "_16")],
+            gemv: [
+                concat!("gemv_", $name, "_1"),
+                concat!("gemv_", $name, "_4"),
+                concat!("gemv_", $name, "_8"),
+                concat!("gemv_", $name, "_16"),
+            ],
+            runs: $runs,
+            paired: $paired,
+            least: $least,
             pieces: $pieces,
             grouped: concat!("grouped_gemv_", $name),
             unpack: concat!("unpack_", $name),
@@ -60,56 +73,66 @@ macro_rules! packed {
     };
 }
 
-/// What the kernels of few rows have in shared memory (`cuda/kernels/shared/packed_few.cuh`): by kernel of a format.
+/// A kernel that streams weights: by rows of activations, or by columns of their terms.
 struct FewRows {
-    /// Most rows of activations.
+    /// Most rows of activations, with one term where there are tiles.
     rows: u32,
-    /// Weight rows and warps of a block.
-    weights: u32,
-    warps: u32,
-    /// Tiles of eight columns of activations, and terms in a tile of their own.
+    /// Tiles of eight columns of terms in shared memory (`cuda/kernels/shared/packed_few.cuh`); 0 for two terms of each row, read
+    /// from global memory (`packed_rows.cuh`).
     tiles: u32,
-    terms: u32,
 }
 
-const FEW_ROWS: [FewRows; 3] = [
-    FewRows { rows: 4, weights: 16, warps: 8, tiles: 1, terms: 1 },
-    FewRows { rows: 8, weights: 16, warps: 8, tiles: 1, terms: 2 },
-    FewRows { rows: PACKED_ROWS_MAX, weights: 32, warps: 4, tiles: 2, terms: 2 },
+const FEW_ROWS: [FewRows; 4] = [
+    FewRows { rows: 1, tiles: 0 },
+    FewRows { rows: 4, tiles: 0 },
+    FewRows { rows: 8, tiles: 1 },
+    FewRows { rows: PACKED_ROWS_MAX, tiles: 2 },
 ];
-/// Stages of a warp's ring of weights.
-const FEW_STAGES: u32 = 3;
+/// Warps of a block, and its weight rows: for each warp of a group of those with the same columns.
+const STREAM_WARPS: u32 = 8;
+const STREAM_ROWS: u32 = 16;
+/// Groups of a block where tiles are shared: more where blocks of so many weight rows still occupy most of a device.
+const GROUPS: [u32; 2] = [2, 4];
+const GROUPED_ROWS: u32 = 128 * 4 * STREAM_ROWS;
+/// Bytes of a record of 128 columns: of a row's terms, or of a tile's (`cuda/kernels/shared/packed_terms.cuh`).
+const ROW_RECORD: u32 = 640;
+const TILE_RECORD: u32 = 2208;
+/// Columns of a record, and threads of a block of `split_packed`, of which a warp has a record's row.
+const CHUNK: u32 = 128;
+const SPLIT_THREADS: u32 = 128;
 
 impl FewRows {
     /// Shared memory of a block, in bytes, for a format with so many pieces.
-    const fn shared_bytes(&self, pieces: u32) -> u32 {
-        let stages = FEW_STAGES * self.weights * 16 * (pieces | 1);
-        // Eight steps of two registers a lane, and in f32 eight sums and a factor of each column.
-        let activations = self.tiles * self.terms * 8 * 32 * 8 + self.tiles * 8 * 9 * 4;
-        self.warps * (stages + activations)
+    const fn shared_bytes(&self, pieces: u32, groups: u32) -> u32 {
+        if self.tiles == 0 {
+            return 0;
+        }
+        let stages = if pieces > 7 { 2 } else { 3 };
+        STREAM_WARPS / groups * stages * (self.tiles * TILE_RECORD + groups * STREAM_ROWS * 16 * (pieces | 1))
     }
 }
 
-/// Dynamic shared memory of a kernel of few rows, in bytes; `None` for other kernels.
+/// Most dynamic shared memory of a kernel of few rows, in bytes; `None` for other kernels.
 pub(super) fn stream_shared_bytes(name: &str) -> Option<u32> {
     FORMATS.iter().find_map(|packed| {
         let mut kernels = FEW_ROWS.iter().zip(packed.gemv);
-        kernels.find(|(_, other)| *other == name).map(|(few, _)| few.shared_bytes(packed.pieces))
+        let (few, _) = kernels.find(|(_, other)| *other == name)?;
+        GROUPS.map(|groups| few.shared_bytes(packed.pieces, groups)).into_iter().max()
     })
 }
 
 /// Every packed format that kernels take.
 pub static FORMATS: [Packed; 10] = [
-    packed!(Q8_0, "q8_0", 9, [Piece(2, 32), Piece(0, 2)]),
-    packed!(Q4_0, "q4_0", 5, [Piece(2, 16), Piece(0, 2)]),
-    packed!(Q4K, "q4_k", 5, [Piece(16, 128), Piece(0, 16)]),
-    packed!(Q5K, "q5_k", 7, [Piece(48, 128), Piece(16, 32), Piece(0, 16)]),
-    packed!(Q6K, "q6_k", 8, [Piece(0, 128), Piece(128, 64), Piece(192, 16), Piece(208, 2)]),
-    packed!(Mxfp4, "mxfp4", 5, [Piece(1, 16), Piece(0, 1)]),
-    packed!(Fp8, "fp8", 9, [Piece(4, 128), Piece(0, 4)]),
-    packed!(Int4G32, "int4_g32", 5, [Piece(4, 16), Piece(0, 4)]),
-    packed!(Int4G64, "int4_g64", 5, [Piece(4, 32), Piece(0, 4)]),
-    packed!(Int4G128, "int4_g128", 5, [Piece(4, 64), Piece(0, 4)]),
+    packed!(Q8_0, "q8_0", 1, 1, false, 9, [Piece(2, 32), Piece(0, 2)]),
+    packed!(Q4_0, "q4_0", 2, 1, false, 5, [Piece(2, 16), Piece(0, 2)]),
+    packed!(Q4K, "q4_k", 2, 2, true, 5, [Piece(16, 128), Piece(0, 16)]),
+    packed!(Q5K, "q5_k", 2, 2, true, 7, [Piece(48, 128), Piece(16, 32), Piece(0, 16)]),
+    packed!(Q6K, "q6_k", 2, 4, false, 8, [Piece(0, 128), Piece(128, 64), Piece(192, 16), Piece(208, 2)]),
+    packed!(Mxfp4, "mxfp4", 2, 1, false, 5, [Piece(1, 16), Piece(0, 1)]),
+    packed!(Fp8, "fp8", 1, 1, false, 9, [Piece(4, 128), Piece(0, 4)]),
+    packed!(Int4G32, "int4_g32", 2, 1, false, 5, [Piece(4, 16), Piece(0, 4)]),
+    packed!(Int4G64, "int4_g64", 2, 1, false, 5, [Piece(4, 32), Piece(0, 4)]),
+    packed!(Int4G128, "int4_g128", 2, 1, false, 5, [Piece(4, 64), Piece(0, 4)]),
 ];
 
 impl Packed {
@@ -119,16 +142,18 @@ impl Packed {
         self.format.bytes(cols).map(|bytes| bytes.next_multiple_of(16))
     }
 
-    /// The kernel that streams the weight for `rows` rows, and its shape.
-    fn few_rows(&self, rows: u32) -> (&'static FewRows, &'static str) {
-        let mut kernels = FEW_ROWS.iter().zip(self.gemv);
-        kernels.find(|(few, _)| rows <= few.rows).expect("few rows")
+    /// The kernel that streams the weight for `rows` rows: its shape, name, and terms of each activation.
+    fn few_rows(&self, rows: u32, precision: Precision) -> (&'static FewRows, &'static str, u32) {
+        let exact = precision == Precision::Exact && rows > FEW_ROWS[1].rows;
+        let which = FEW_ROWS.iter().position(|few| rows <= few.rows && (!exact || few.tiles == 2)).expect("few rows");
+        let few = &FEW_ROWS[which];
+        (few, self.gemv[which], if exact || few.tiles == 0 { 2 } else { 1 })
     }
 
-    /// The first kernel of a product of `rows` rows: it streams the weight, or unpacks it.
+    /// The kernel of a product of `rows` rows that reads the weight: it streams it, or unpacks it.
     #[must_use]
-    pub fn kernel(&self, rows: u32) -> &'static str {
-        if is_streamed(rows) { self.few_rows(rows).1 } else { self.unpack }
+    pub fn kernel(&self, rows: u32, precision: Precision) -> &'static str {
+        if is_streamed(rows) { self.few_rows(rows, precision).1 } else { self.unpack }
     }
 
     /// Appends rows of `row` given bytes to `out`, arranged in planes.
@@ -214,6 +239,51 @@ pub struct UnpackParams {
 }
 
 const _: () = assert!(size_of::<UnpackParams>() == 64);
+const _: () = assert!(size_of::<StreamParams>() == 72 && size_of::<SplitPackedParams>() == 56);
+
+/// Parameters of `gemv_*` of packed formats.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+pub struct StreamParams {
+    /// `x` has records, and `x_stride` is not read.
+    pub gemv: GemvParams,
+    /// Warps of a block with the same columns.
+    pub groups: u32,
+    /// Terms of an activation.
+    pub terms: u32,
+}
+
+/// Parameters of `split_packed`: records of activations. A warp a row and 128 columns.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+pub struct SplitPackedParams {
+    /// f32 `[rows][x_stride]`, rows at multiples of 16 bytes.
+    pub x: u64,
+    /// Records: `[chunks][slots]` of rows, or `[slots / rows of a record][chunks]` of tiles.
+    pub out: u64,
+    pub rows: u32,
+    pub x_stride: u32,
+    /// Rows that are written: those beyond `rows` are zeros.
+    pub slots: u32,
+    pub chunks: u32,
+    /// Units of a weight row: those beyond the last are zeros.
+    pub units: u32,
+    /// Runs of a unit, and how many units' first runs lie before their second ones.
+    pub runs: u32,
+    pub paired: u32,
+    /// Tiles of a record; 0 for records of rows.
+    pub tiles: u32,
+    pub terms: u32,
+    /// Sums of activations are multiplied by it: `ONE` of the format.
+    pub one: f32,
+}
+
+/// A product that streams a packed weight: first activations become terms.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Streamed {
+    pub split: Launch<SplitPackedParams>,
+    pub product: Launch<StreamParams>,
+}
 
 /// Rows of a packed weight in device memory: groups of `group_rows` rows, which begin `group_bytes` bytes apart.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -333,17 +403,55 @@ pub const fn is_fused(rows: u32, activation: Activation) -> bool {
 }
 
 impl PackedProduct {
-    /// The launch of a product that streams the weight; see [`is_streamed`].
+    /// Parameters of `split_packed` for records at `to`.
+    fn split(&self, precision: Precision, to: u64) -> SplitPackedParams {
+        let Product { x, x_stride, rows, k, .. } = self.product;
+        let packed = self.rows.packed;
+        let (few, _, terms) = packed.few_rows(rows, precision);
+        let units = k / (16 * packed.runs);
+        // Records of a row are read in steps of eight units; those of tiles have whole columns.
+        let (chunks, slots) = match few.tiles {
+            0 => (units.div_ceil(8) * packed.runs, few.rows),
+            tiles => (k.div_ceil(CHUNK), rows.next_multiple_of(8 * tiles / terms)),
+        };
+        let one = if packed.least { 2f32.powi(-24) } else { 1.0 };
+        let (runs, paired, tiles) = (packed.runs, packed.paired, few.tiles);
+        SplitPackedParams { x, out: to, rows, x_stride, slots, chunks, units, runs, paired, tiles, terms, one }
+    }
+
+    /// Bytes of scratch of [`PackedProduct::stream`].
     #[must_use]
-    pub fn stream(&self) -> Launch<GemvParams> {
-        let Product { rows, n, .. } = self.product;
-        let fused = self.product.activation.is_none_or(|activation| is_fused(rows, activation));
+    pub fn stream_bytes(&self, precision: Precision) -> u64 {
+        let SplitPackedParams { slots, chunks, tiles, terms, .. } = self.split(precision, 0);
+        let records = if tiles == 0 { slots * ROW_RECORD } else { slots * terms / 8 * TILE_RECORD };
+        u64::from(chunks) * u64::from(records)
+    }
+
+    /// The launches of a product that streams the weight, with [`PackedProduct::stream_bytes`] of scratch at `to`; see
+    /// [`is_streamed`].
+    #[must_use]
+    pub fn stream(&self, precision: Precision, to: u64) -> Streamed {
+        let Product { rows, n, activation, .. } = self.product;
+        let fused = activation.is_none_or(|activation| is_fused(rows, activation));
         assert!(is_streamed(rows) && fused && self.product.bias == 0, "a product of few rows");
-        let params = GemvParams { w: self.rows.address, ..self.product.gemv(self.rows.row_bytes()) };
-        let (few, name) = self.rows.packed.few_rows(rows);
-        let grid = [blocks(n, self.product.activation, few.weights), 1, 1];
-        let shared_bytes = few.shared_bytes(self.rows.packed.pieces);
-        Launch { name, grid, block: 32 * few.warps, shared_bytes, params }
+        let split = self.split(precision, to);
+        let blocks_of_split = (split.slots * split.chunks).div_ceil(SPLIT_THREADS / 32);
+        let (few, name, terms) = self.rows.packed.few_rows(rows, precision);
+        let groups = match few.tiles {
+            0 => 1,
+            _ if n < GROUPED_ROWS => GROUPS[0],
+            _ => GROUPS[1],
+        };
+        let gemv = GemvParams { x: to, w: self.rows.address, ..self.product.gemv(self.rows.row_bytes()) };
+        let passes = if few.tiles == 0 { 1 } else { split.slots * terms / (8 * few.tiles) };
+        let product = Launch {
+            name,
+            grid: [blocks(n, activation, groups * STREAM_ROWS), passes, 1],
+            block: 32 * STREAM_WARPS,
+            shared_bytes: few.shared_bytes(self.rows.packed.pieces, groups),
+            params: StreamParams { gemv, groups, terms },
+        };
+        Streamed { split: Launch::flat("split_packed", blocks_of_split, SPLIT_THREADS, split), product }
     }
 
     /// Weight rows of a part whose elements take at most `room` bytes, one at least.
@@ -409,13 +517,18 @@ mod tests {
     fn blocks_of_few_rows_fit_every_device() {
         use super::super::attention::SHARED_BYTES_LEAST;
         for packed in &FORMATS {
-            for (rows, name) in [(1, "_4"), (4, "_4"), (5, "_8"), (8, "_8"), (9, "_16"), (16, "_16")] {
-                let (few, kernel) = packed.few_rows(rows);
-                assert!(kernel.ends_with(name) && kernel == packed.kernel(rows), "{kernel} for {rows} rows");
-                let bytes = few.shared_bytes(packed.pieces);
-                assert!(bytes <= SHARED_BYTES_LEAST && stream_shared_bytes(kernel) == Some(bytes), "{kernel}: {bytes}");
+            for (rows, fast, exact) in
+                [(1, "_1", "_1"), (2, "_4", "_4"), (4, "_4", "_4"), (5, "_8", "_16"), (8, "_8", "_16"), (9, "_16", "_16")]
+            {
+                for (precision, name) in [(Precision::Fast, fast), (Precision::Exact, exact)] {
+                    let (few, kernel, _) = packed.few_rows(rows, precision);
+                    assert!(kernel.ends_with(name) && kernel == packed.kernel(rows, precision), "{kernel} for {rows} rows");
+                    let bytes = GROUPS.map(|groups| few.shared_bytes(packed.pieces, groups));
+                    assert!(bytes.iter().all(|bytes| *bytes <= SHARED_BYTES_LEAST), "{kernel}: {bytes:?}");
+                    assert_eq!(stream_shared_bytes(kernel), bytes.into_iter().max());
+                }
             }
-            assert_eq!(packed.kernel(17), packed.unpack);
+            assert_eq!(packed.kernel(17, Precision::Fast), packed.unpack);
         }
         assert_eq!(stream_shared_bytes("gemv_f16_1"), None);
     }

@@ -39,7 +39,7 @@ fn product(format: WeightFormat, rows: usize, n: usize, k: usize, copy: f64) -> 
     let rate = bytes as f64 / time.seconds();
     let tflop = 2.0 * (rows * n * k) as f64 / time.seconds() / 1e12;
     let Some(Encoding::Packed(packed)) = Encoding::of(format) else { anyhow::bail!("{format} has no kernels") };
-    let kernel = packed.kernel(u32::try_from(rows)?);
+    let kernel = packed.kernel(u32::try_from(rows)?, Precision::Fast);
     with(
         time.fields(),
         json!({ "kernel": kernel, "weight_bytes_of_copy_bandwidth": rate / copy, "tflop_per_s": tflop }),
