@@ -465,7 +465,7 @@ inline void store_8(void* to, uint64_t x) { shim::store(to, x); }
 inline float4 load_16(const void* from) { return shim::load<float4>(from); }
 inline void store_16(void* to, float4 x) { shim::store(to, x); }
 inline uint4 load_words(const void* from) { return shim::load<uint4>(from); }
-inline uint4 load_in_order(const void* from) { return load_words(from); }
+inline float load_float_in_order(const void* from) { return shim::load<float>(from); }
 
 // One fiber runs at a time: plain additions are atomic.
 inline uint64_t add_shared(uint64_t* to, uint64_t x) {

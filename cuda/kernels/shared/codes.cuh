@@ -37,8 +37,8 @@ constexpr float INTEGER = 8388608.0f;
 // Four bytes as numbers times TINY: an integer below 1,024 in an f16's bits is a number below the least normal one.
 constexpr float TINY = 0x1p-24f;
 DEVICE void pair_bytes(uint32_t bytes, uint32_t (&pairs)[2]) {
-    pairs[0] = bytes & 0x00ff00ff;
-    pairs[1] = bytes >> 8 & 0x00ff00ff;
+    pairs[0] = permute(bytes, 0, 0x4240);
+    pairs[1] = permute(bytes, 0, 0x4341);
 }
 // Subtracts an integer below 1,024 from numbers times TINY: exact.
 DEVICE void lessen(uint32_t (&pairs)[2], uint32_t integer) {

@@ -1,28 +1,51 @@
-// Products of five to 16 rows of activations with a packed weight (codes.cuh), on tensor cores.
+// Products of two to 16 rows of activations with a packed weight (codes.cuh), on tensor cores.
 //
-// A warp multiplies 16 weight rows, a chunk of 128 columns at a time. Of a block's STREAM_WARPS warps, `groups` have different weight
-// rows and the same chunks: they share the copies of activations, in a *ring*. As many rings as there are other warps take turns along
-// k and are added at the end, in order. Of a chunk:
+// A warp multiplies 16 weight rows, a chunk of 128 columns at a time. `groups` of a block's warps have different weight rows
+// and the same chunks: they share the copies of activations, in a *ring*. The block's rings take turns along k and are added at
+// the end, in order. Of a chunk:
 //
-// * Weights come by asynchronous copies of 16 bytes (*pieces*: units, upper bits, and what scales are made of) into the ring's next
-//   stage, those of a row by consecutive lanes: the first-level cache takes a clock for each line that an instruction touches. A launch
-//   that begins early fills its ring before it waits for the grids before it. Rows of a stage are an odd number of pieces apart, so that
-//   eight of them touch all banks.
+// * Weights come by asynchronous copies of 16 bytes (*pieces*: units, upper bits, and what scales are made of) into the ring's
+//   next stage, those of a row by consecutive lanes: the first-level cache takes a clock for each line that an instruction
+//   touches. A launch that begins early fills its ring before it waits for the grids before it. Rows of a stage are an odd
+//   number of pieces apart, so that eight of them touch all banks.
 // * Activations are copied likewise, as terms (packed_terms.cuh).
-// * ldmatrix gives each of four lanes a word of a unit: four codes of each of its runs. A run is the depth of one `mma`, so that sums
-//   of runs come out of the tensor cores apart, and are multiplied with their scales in f32.
+// * ldmatrix gives each of four lanes a word of a unit: four codes of each of its runs. A run is the depth of one `mma`, so
+//   that sums of runs come out of the tensor cores apart, and are multiplied with their scales in f32.
 // * Codes become f16 exactly, most as numbers below the least normal one (`pair_bytes`), two an instruction.
 //
-// Bytes: the weight once, and the activations' terms, 2 bytes each, for each 16 `groups` weight rows.
+// Bytes: the weight once, and the activations' terms, 2 bytes each, for each 16 `groups` weight rows, from the second-level
+// cache: 18 MB with 16 rows, 4,096 columns and 14,336 weight rows in seven groups. In flight on a multiprocessor: 14 warps with
+// one stage or two of 1 to 2 KB each, where latency asks for 29 KB (gemv.cuh).
+//
+// Counted in the machine code for 9.0a, by 2,048 weights, which are a chunk of 16 weight rows: instructions of the loops, and
+// the share of the copy rate (4.2 TB/s over 132 multiprocessors at 1.7 GHz: 19 bytes a clock) at which they take all of a
+// multiprocessor's four a clock. None has been timed:
+//
+//   format     bytes  1 row (packed_row.cuh)  share  to 8 rows  share  to 16 rows  share
+//   Q8_0       2,176                     215   1.00        239   1.00         276   1.00
+//   FP8        2,112                     235   1.00        221   1.00         265   1.00
+//   Q6_K       1,680                     296   1.00        318   1.00         372   0.95
+//   Q5_K       1,408                     301   0.98        423   0.70         483   0.61
+//   Q4_K       1,152                     192   1.00        342   0.71         401   0.60
+//   Q4_0       1,152                     174   1.00        259   0.94         312   0.78
+//   MXFP4      1,088                     210   1.00        310   0.74         364   0.63
+//   INT4_G128  1,056                     197   1.00        216   1.00         231   0.96
+//
+// With 16 rows the first-level cache and shared memory are busy for about 90 clocks of Q4_K's 100: terms 42, copies 40,
+// ldmatrix 8. Exact products have two terms: up to four rows in the kernel of eight columns, else up to eight in that of 16,
+// and more in two passes over the weight.
 #pragma once
-#include "packed_rows.cuh"
+#include "gemv.cuh"
+#include "packed_terms.cuh"
+
+constexpr uint32_t FEW_WARPS = 16;
 
 // The pieces that a chunk has of a weight row: codes, upper bits, heads.
 template <typename W>
 struct Pieces {
     static constexpr uint32_t CODES = CHUNK_RUNS / W::RUNS, HEAD = CODES + (W::UPPER ? 2 : 0), COUNT = HEAD + W::HEADS;
     static constexpr uint32_t STRIDE = 16 * (COUNT | 1);
-    // More fit every device's shared memory with the fewer pieces.
+    // More stages fit every device's shared memory where pieces are few.
     static constexpr uint32_t STAGES = COUNT > 7 ? 2 : 3;
 };
 
@@ -46,7 +69,8 @@ struct FewWarp {
     Address codes[COPIES], row, records;
     float sums[TILES][4];
 
-    DEVICE FewWarp(const StreamParams& params, unsigned char* block) : p(params.gemv), shared(block), groups(params.groups), sums{} {
+    DEVICE FewWarp(const StreamParams& params, unsigned char* block)
+        : p(params.gemv), shared(block), groups(params.groups), sums{} {
         const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp % groups;
         units = p.k / W::BLOCK * W::UNITS;
         chunks = (units + P::CODES - 1) / P::CODES;
@@ -66,7 +90,7 @@ struct FewWarp {
     }
 
     DEVICE Address weight(uint32_t j) const {
-        return pinned(p.w + row_of_block(p, 16 * groups, j) * p.ldw);
+        return pinned(p.w + row_of_block(p, blockIdx.x, 16 * groups, j) * p.ldw);
     }
 
     // Begins the copies of a chunk's weights; zeros for codes beyond the last.
@@ -119,20 +143,22 @@ struct FewWarp {
         }
         const float* factors = reinterpret_cast<const float*>(shared + ring + at_stage + TILES * TILE_TERMS) + lane % 4 * 2;
         float acc[TILES][4] = {}, dots[W::RUNS][TILES][4] = {};
-        uint4 x[TILES];
+        uint4 x[TILES] = {};
 #pragma unroll
         for (uint32_t step = 0; step < CHUNK_RUNS; step++) {
             const uint32_t unit = step / W::RUNS, run = step % W::RUNS;
             if (step % 2 == 0) {
 #pragma unroll
-                for (uint32_t j = 0; j < TILES; j++) x[j] = load_words(shared + terms_at + at_stage + j * TILE_TERMS + step / 2 * 512);
+                for (uint32_t j = 0; j < TILES; j++) {
+                    x[j] = load_words(shared + terms_at + at_stage + j * TILE_TERMS + step / 2 * 512);
+                }
             }
             uint32_t a[4];
 #pragma unroll
             for (uint32_t half = 0; half < 2; half++) {
                 uint32_t pairs[2];
-                W::halves(words[unit / 2][unit % 2 * 2 + half], upper[unit % 2 * 2 + half], heads[half][unit / W::SHARE], first + unit,
-                          run, pairs);
+                const uint32_t word = unit % 2 * 2 + half;
+                W::halves(words[unit / 2][word], upper[word], heads[half][unit / W::SHARE], first + unit, run, pairs);
                 a[half] = pairs[0], a[2 + half] = pairs[1];
             }
 #pragma unroll
@@ -164,15 +190,15 @@ struct FewWarp {
     }
 };
 
-// Grid: blocks of 16 `groups` weight rows; with two terms of activations, of eight of their rows. `x` has records, `ldw` is in bytes;
-// dynamic shared memory as packed.rs has it.
+// Grid: blocks of 16 `groups` weight rows; of as many rows of activations as a record has. Up to FEW_WARPS warps. `x` has
+// records, `ldw` is in bytes; dynamic shared memory as packed.rs has it.
 template <typename W, uint32_t TILES>
 DEVICE void stream_few(const StreamParams& params) {
     using Warp = FewWarp<W, TILES>;
     constexpr uint32_t STAGES = Warp::P::STAGES;
     DYNAMIC_SHARED(shared);
     const uint32_t lane = threadIdx.x % 32, group = threadIdx.x / 32 % params.groups, turn = threadIdx.x / 32 / params.groups;
-    const uint32_t turns = STREAM_WARPS / params.groups, width = 16 * params.groups;
+    const uint32_t turns = blockDim.x / 32 / params.groups, width = 16 * params.groups;
     Warp state(params, shared);
 #pragma unroll
     for (uint32_t i = 0; i + 1 < STAGES; i++) state.copy_weights(turn + i * turns, i);
@@ -183,7 +209,11 @@ DEVICE void stream_few(const StreamParams& params) {
     for (uint32_t chunk = turn; chunk < state.chunks; chunk += turns) {
         copy_wait<STAGES - 2>();
         // All copies of the stage have arrived, and all warps of the ring are done with the one that is filled next.
-        sync_warps(1 + turn, 32 * params.groups);
+        if (params.groups == 1) {
+            sync_warp();
+        } else {
+            sync_warps(1 + turn, 32 * params.groups);
+        }
         state.copy_weights(chunk + (STAGES - 1) * turns, ahead);
         state.copy_terms(chunk + (STAGES - 1) * turns, ahead);
         state.multiply(chunk, stage);
@@ -201,12 +231,12 @@ DEVICE void stream_few(const StreamParams& params) {
     }
     sync_block();
     const uint32_t rows = Warp::COLUMNS / params.terms;
-    store_rows<float>(params.gemv, width, rows, blockIdx.y * rows, [&](uint32_t r, uint32_t j) {
+    store_block<float>(params.gemv, blockIdx.x, width, rows, blockIdx.y * rows, [&](uint32_t r, uint32_t j) {
         float sum = 0;
         for (uint32_t i = 0; i < turns; i++) {
             const float* of_turn = parts + i * Warp::COLUMNS * width + j;
             sum += of_turn[r * width];
-            if (params.terms == 2) sum += of_turn[(r + 8) * width];
+            if (params.terms == 2) sum += of_turn[(r + rows) * width];
         }
         return sum;
     });

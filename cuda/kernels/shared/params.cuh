@@ -146,7 +146,7 @@ struct GemvParams {
 
 struct StreamParams {
     GemvParams gemv;
-    uint32_t groups, terms;
+    uint32_t groups, terms, tiles, pad;
 };
 
 struct SplitPackedParams {
@@ -239,6 +239,6 @@ static_assert(sizeof(MergeParams) == 56 && sizeof(KvRun) == 12 && sizeof(AttnIte
 static_assert(sizeof(MergeItem) == 16 && sizeof(AttentionParams) == 128, "as in Rust");
 static_assert(sizeof(TensorMap) == 128 && sizeof(AttentionBoxesParams) == 1152, "as in Rust");
 static_assert(sizeof(AttentionMergeParams) == 48 && sizeof(GemvParams) == 64 && sizeof(SplitParams) == 48, "as in Rust");
-static_assert(sizeof(UnpackParams) == 64 && sizeof(StreamParams) == 72 && sizeof(SplitPackedParams) == 56, "as in Rust");
+static_assert(sizeof(UnpackParams) == 64 && sizeof(StreamParams) == 80 && sizeof(SplitPackedParams) == 56, "as in Rust");
 static_assert(sizeof(GemmParams) == 88 && sizeof(GemmReduceParams) == 56, "as in Rust");
 static_assert(sizeof(SampleRow) == 32 && sizeof(SampledRow) == 8 && sizeof(SampleParams) == 40, "as in Rust");

@@ -239,12 +239,10 @@ DEVICE uint64_t load_8(const void* from) { return *static_cast<const uint64_t*>(
 DEVICE void store_8(void* to, uint64_t x) { *static_cast<uint64_t*>(to) = x; }
 DEVICE float4 load_16(const void* from) { return *static_cast<const float4*>(from); }
 DEVICE uint4 load_words(const void* from) { return *static_cast<const uint4*>(from); }
-// One that is not moved ahead of other instructions in order, as `mma`, for more registers.
-DEVICE uint4 load_in_order(const void* from) {
-    uint4 y;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
-                 : "l"(__cvta_generic_to_global(from)));
+// A load that is not moved ahead of other instructions in order, as `mma`, which would take registers.
+DEVICE float load_float_in_order(const void* from) {
+    float y;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(__cvta_generic_to_global(from)));
     return y;
 }
 // nvcc makes four stores of some assignments of float4.

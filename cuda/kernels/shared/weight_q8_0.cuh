@@ -19,9 +19,7 @@ struct WeightQ8_0 {
     DEVICE static uint32_t column(uint32_t unit, uint32_t) { return RUN * unit; }
     DEVICE static Scale scale(const Head& head, uint32_t, uint32_t) { return {widen(head.scale), 0}; }
     DEVICE static void halves(uint32_t codes, uint32_t, const Head&, uint32_t, uint32_t, uint32_t (&pairs)[2]) {
-        pair_bytes(codes, pairs);
-#pragma unroll
-        for (uint32_t i = 0; i < 2; i++) pairs[i] ^= 0x00800080;
+        pair_bytes(codes ^ 0x80808080, pairs);
         lessen(pairs, 128);
     }
 };

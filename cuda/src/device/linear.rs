@@ -12,7 +12,7 @@ use crate::blas::{Blas, CublasLt, Shape};
 use crate::driver::{Context, CudaError};
 use crate::kernels::attention::Precision;
 use crate::kernels::linear::{Launches, Product, is_fused, is_streamed, workspace_bytes};
-use crate::kernels::packed::{self, Encoding, PackedProduct, Streamed, UNPACKED_BYTES};
+use crate::kernels::packed::{self, Encoding, PackedProduct, StreamLimits, Streamed, UNPACKED_BYTES};
 use crate::kernels::pointwise::activate;
 use crate::kernels::weight_ld;
 use lagoon_backend::{Activation, DeviceError};
@@ -140,7 +140,8 @@ impl CudaDevice {
         if packed::is_streamed(product.product.rows) {
             let bytes = product.stream_bytes(precision);
             let terms = self.work_stream().scratch(usize::try_from(bytes).expect("scratch fits"))?;
-            let Streamed { split, product } = product.stream(precision, terms);
+            let limits = StreamLimits { sms: self.tuning.sms, shared_bytes_max: self.tuning.shared_bytes_max };
+            let Streamed { split, product } = product.stream(precision, limits, terms);
             self.work_stream().launch(&split)?;
             return self.work_stream().launch(&product);
         }

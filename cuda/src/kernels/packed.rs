@@ -11,7 +11,7 @@
 //! at a multiple of 16. Nothing is lost or added but up to 15 bytes a row. A format is an entry of [`FORMATS`] and a stem of
 //! `cuda/kernels/shared/weight_*.cuh`.
 
-use super::attention::Precision;
+use super::attention::{Precision, SHARED_BYTES_MAX};
 use super::linear::{GEMV_ROWS_MAX, GemvParams, Product, blocks};
 use super::{Launch, weight_ld};
 use bytemuck::{Pod, Zeroable};
@@ -41,7 +41,7 @@ pub struct Packed {
     /// Pieces of a block in the order of a row's planes, codes first.
     planes: &'static [Piece],
     /// As [`FEW_ROWS`] has them.
-    gemv: [&'static str; 4],
+    gemv: [&'static str; 3],
     /// As in `cuda/kernels/shared/weight_*.cuh`: runs of a unit, units whose second runs follow their first ones, whether elements have
     /// a least value, and pieces of 16 bytes that 128 elements of a row have in its planes.
     runs: u32,
@@ -57,12 +57,7 @@ macro_rules! packed {
         Packed {
             format: WeightFormat::$format,
             planes: &$planes,
-            gemv: [
-                concat!("gemv_", $name, "_1"),
-                concat!("gemv_", $name, "_4"),
-                concat!("gemv_", $name, "_8"),
-                concat!("gemv_", $name, "_16"),
-            ],
+            gemv: [concat!("gemv_", $name, "_1"), concat!("gemv_", $name, "_8"), concat!("gemv_", $name, "_16")],
             runs: $runs,
             paired: $paired,
             least: $least,
@@ -73,27 +68,24 @@ macro_rules! packed {
     };
 }
 
-/// A kernel that streams weights: by rows of activations, or by columns of their terms.
+/// A kernel that streams weights: tiles of eight columns of terms in shared memory (`cuda/kernels/shared/packed_few.cuh`); 0 for one
+/// row of activations, from registers (`packed_row.cuh`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FewRows {
-    /// Most rows of activations, with one term where there are tiles.
-    rows: u32,
-    /// Tiles of eight columns of terms in shared memory (`cuda/kernels/shared/packed_few.cuh`); 0 for two terms of each row, read
-    /// from global memory (`packed_rows.cuh`).
     tiles: u32,
 }
 
-const FEW_ROWS: [FewRows; 4] = [
-    FewRows { rows: 1, tiles: 0 },
-    FewRows { rows: 4, tiles: 0 },
-    FewRows { rows: 8, tiles: 1 },
-    FewRows { rows: PACKED_ROWS_MAX, tiles: 2 },
-];
-/// Warps of a block, and its weight rows: for each warp of a group of those with the same columns.
-const STREAM_WARPS: u32 = 8;
+const FEW_ROWS: [FewRows; 3] = [FewRows { tiles: 0 }, FewRows { tiles: 1 }, FewRows { tiles: 2 }];
+/// Weight rows of a warp.
 const STREAM_ROWS: u32 = 16;
-/// Groups of a block where tiles are shared: more where blocks of so many weight rows still occupy most of a device.
-const GROUPS: [u32; 2] = [2, 4];
-const GROUPED_ROWS: u32 = 128 * 4 * STREAM_ROWS;
+/// For one row: warps of a block, and blocks on a multiprocessor, as most kernels' launch bounds have them.
+const STREAM_WARPS: u32 = 8;
+const STREAM_BLOCKS: u32 = 3;
+/// For more: most warps of a block, which are a multiprocessor's; most groups of them with weight rows of their own; and warps that
+/// hide each other's latency.
+const FEW_WARPS: u32 = 16;
+const GROUPS_MAX: u32 = 8;
+const FEW_WARPS_WANTED: u32 = 12;
 /// Bytes of a record of 128 columns: of a row's terms, or of a tile's (`cuda/kernels/shared/packed_terms.cuh`).
 const ROW_RECORD: u32 = 640;
 const TILE_RECORD: u32 = 2208;
@@ -102,22 +94,47 @@ const CHUNK: u32 = 128;
 const SPLIT_THREADS: u32 = 128;
 
 impl FewRows {
-    /// Shared memory of a block, in bytes, for a format with so many pieces.
-    const fn shared_bytes(&self, pieces: u32, groups: u32) -> u32 {
-        if self.tiles == 0 {
-            return 0;
-        }
-        let stages = if pieces > 7 { 2 } else { 3 };
-        STREAM_WARPS / groups * stages * (self.tiles * TILE_RECORD + groups * STREAM_ROWS * 16 * (pieces | 1))
+    /// Most rows of activations with so many terms.
+    const fn rows(self, terms: u32) -> u32 {
+        if self.tiles == 0 { 1 } else { 8 * self.tiles / terms }
     }
+
+    /// Shared memory of one turn of a block with so many groups, in bytes, for a format with so many pieces.
+    const fn turn_bytes(self, pieces: u32, groups: u32) -> u32 {
+        let stages = if pieces > 7 { 2 } else { 3 };
+        stages * (self.tiles * TILE_RECORD + groups * STREAM_ROWS * 16 * (pieces | 1))
+    }
+
+    /// Groups of warps of a block, and turns that they take along `chunks` chunks. A block has a multiprocessor: what counts is how many
+    /// weight rows the one with most of them has. More groups share the copies of activations.
+    fn warps(self, pieces: u32, chunks: u32, limits: StreamLimits, blocks: impl Fn(u32) -> u32) -> (u32, u32) {
+        let turns = |groups| {
+            let fit = limits.shared_bytes_max / self.turn_bytes(pieces, groups);
+            fit.min(FEW_WARPS / groups).min(chunks).max(1)
+        };
+        let cost = |groups: &u32| {
+            let rows = blocks(*groups).div_ceil(limits.sms) * groups;
+            // Fewer warps take longer for as many rows.
+            rows * FEW_WARPS_WANTED * 1000 / FEW_WARPS_WANTED.min(groups * turns(*groups))
+        };
+        let groups = (1..=GROUPS_MAX).rev().min_by_key(cost).expect("some");
+        (groups, turns(groups))
+    }
+}
+
+/// What a device has for products that stream packed weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamLimits {
+    pub sms: u32,
+    /// Shared memory of a block, in bytes.
+    pub shared_bytes_max: u32,
 }
 
 /// Most dynamic shared memory of a kernel of few rows, in bytes; `None` for other kernels.
 pub(super) fn stream_shared_bytes(name: &str) -> Option<u32> {
     FORMATS.iter().find_map(|packed| {
-        let mut kernels = FEW_ROWS.iter().zip(packed.gemv);
-        let (few, _) = kernels.find(|(_, other)| *other == name)?;
-        GROUPS.map(|groups| few.shared_bytes(packed.pieces, groups)).into_iter().max()
+        let which = packed.gemv.iter().position(|other| *other == name)?;
+        Some(if FEW_ROWS[which].tiles == 0 { 0 } else { SHARED_BYTES_MAX })
     })
 }
 
@@ -142,12 +159,16 @@ impl Packed {
         self.format.bytes(cols).map(|bytes| bytes.next_multiple_of(16))
     }
 
-    /// The kernel that streams the weight for `rows` rows: its shape, name, and terms of each activation.
-    fn few_rows(&self, rows: u32, precision: Precision) -> (&'static FewRows, &'static str, u32) {
-        let exact = precision == Precision::Exact && rows > FEW_ROWS[1].rows;
-        let which = FEW_ROWS.iter().position(|few| rows <= few.rows && (!exact || few.tiles == 2)).expect("few rows");
-        let few = &FEW_ROWS[which];
-        (few, self.gemv[which], if exact || few.tiles == 0 { 2 } else { 1 })
+    /// The kernel that streams the weight for `rows` rows: its shape, name, and terms of each activation. Exact products have two, and
+    /// others where that costs no more tiles.
+    fn few_rows(&self, rows: u32, precision: Precision) -> (FewRows, &'static str, u32) {
+        let (which, terms) = match rows {
+            ..=1 => (0, 2),
+            2..=4 => (1, 2),
+            _ if precision == Precision::Exact => (2, 2),
+            _ => (if rows <= 8 { 1 } else { 2 }, 1),
+        };
+        (FEW_ROWS[which], self.gemv[which], terms)
     }
 
     /// The kernel of a product of `rows` rows that reads the weight: it streams it, or unpacks it.
@@ -239,7 +260,7 @@ pub struct UnpackParams {
 }
 
 const _: () = assert!(size_of::<UnpackParams>() == 64);
-const _: () = assert!(size_of::<StreamParams>() == 72 && size_of::<SplitPackedParams>() == 56);
+const _: () = assert!(size_of::<StreamParams>() == 80 && size_of::<SplitPackedParams>() == 56);
 
 /// Parameters of `gemv_*` of packed formats.
 #[repr(C)]
@@ -251,6 +272,9 @@ pub struct StreamParams {
     pub groups: u32,
     /// Terms of an activation.
     pub terms: u32,
+    /// Tiles of 16 weight rows in which blocks take turns; 0 where each block has its own rows.
+    pub tiles: u32,
+    pub pad: u32,
 }
 
 /// Parameters of `split_packed`: records of activations. A warp a row and 128 columns.
@@ -411,8 +435,8 @@ impl PackedProduct {
         let units = k / (16 * packed.runs);
         // Records of a row are read in steps of eight units; those of tiles have whole columns.
         let (chunks, slots) = match few.tiles {
-            0 => (units.div_ceil(8) * packed.runs, few.rows),
-            tiles => (k.div_ceil(CHUNK), rows.next_multiple_of(8 * tiles / terms)),
+            0 => (units.div_ceil(8) * packed.runs, 1),
+            _ => (k.div_ceil(CHUNK), rows.next_multiple_of(few.rows(terms))),
         };
         let one = if packed.least { 2f32.powi(-24) } else { 1.0 };
         let (runs, paired, tiles) = (packed.runs, packed.paired, few.tiles);
@@ -423,35 +447,38 @@ impl PackedProduct {
     #[must_use]
     pub fn stream_bytes(&self, precision: Precision) -> u64 {
         let SplitPackedParams { slots, chunks, tiles, terms, .. } = self.split(precision, 0);
-        let records = if tiles == 0 { slots * ROW_RECORD } else { slots * terms / 8 * TILE_RECORD };
+        let records = if tiles == 0 { ROW_RECORD } else { slots * terms / 8 * TILE_RECORD };
         u64::from(chunks) * u64::from(records)
     }
 
     /// The launches of a product that streams the weight, with [`PackedProduct::stream_bytes`] of scratch at `to`; see
     /// [`is_streamed`].
     #[must_use]
-    pub fn stream(&self, precision: Precision, to: u64) -> Streamed {
+    pub fn stream(&self, precision: Precision, limits: StreamLimits, to: u64) -> Streamed {
         let Product { rows, n, activation, .. } = self.product;
         let fused = activation.is_none_or(|activation| is_fused(rows, activation));
         assert!(is_streamed(rows) && fused && self.product.bias == 0, "a product of few rows");
         let split = self.split(precision, to);
-        let blocks_of_split = (split.slots * split.chunks).div_ceil(SPLIT_THREADS / 32);
+        let Packed { pieces, .. } = *self.rows.packed;
         let (few, name, terms) = self.rows.packed.few_rows(rows, precision);
-        let groups = match few.tiles {
-            0 => 1,
-            _ if n < GROUPED_ROWS => GROUPS[0],
-            _ => GROUPS[1],
-        };
         let gemv = GemvParams { x: to, w: self.rows.address, ..self.product.gemv(self.rows.row_bytes()) };
-        let passes = if few.tiles == 0 { 1 } else { split.slots * terms / (8 * few.tiles) };
-        let product = Launch {
-            name,
-            grid: [blocks(n, activation, groups * STREAM_ROWS), passes, 1],
-            block: 32 * STREAM_WARPS,
-            shared_bytes: few.shared_bytes(self.rows.packed.pieces, groups),
-            params: StreamParams { gemv, groups, terms },
+        let blocks = |groups| blocks(n, activation, groups * STREAM_ROWS);
+        let product = if few.tiles == 0 {
+            let tiles = blocks(1);
+            let params = StreamParams { gemv, groups: 1, terms, tiles, pad: 0 };
+            Launch::flat(name, tiles.min(limits.sms * STREAM_BLOCKS), 32 * STREAM_WARPS, params)
+        } else {
+            let (groups, turns) = few.warps(pieces, split.chunks, limits, blocks);
+            let params = StreamParams { gemv, groups, terms, tiles: 0, pad: 0 };
+            let grid = [blocks(groups), split.slots / few.rows(terms), 1];
+            let shared_bytes = turns * few.turn_bytes(pieces, groups);
+            Launch { name, grid, block: 32 * groups * turns, shared_bytes, params }
         };
-        Streamed { split: Launch::flat("split_packed", blocks_of_split, SPLIT_THREADS, split), product }
+        let warps = split.slots * split.chunks;
+        Streamed {
+            split: Launch::flat("split_packed", warps.div_ceil(SPLIT_THREADS / 32), SPLIT_THREADS, split),
+            product,
+        }
     }
 
     /// Weight rows of a part whose elements take at most `room` bytes, one at least.
@@ -484,6 +511,7 @@ impl PackedProduct {
 
 #[cfg(test)]
 mod tests {
+    use super::super::attention::SHARED_BYTES_LEAST;
     use super::*;
 
     #[test]
@@ -514,23 +542,84 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_few_rows_fit_every_device() {
-        use super::super::attention::SHARED_BYTES_LEAST;
+    fn blocks_of_few_rows_fit_every_device_and_occupy_it() {
         for packed in &FORMATS {
-            for (rows, fast, exact) in
-                [(1, "_1", "_1"), (2, "_4", "_4"), (4, "_4", "_4"), (5, "_8", "_16"), (8, "_8", "_16"), (9, "_16", "_16")]
-            {
+            for (rows, fast, exact) in [
+                (1, "_1", "_1"),
+                (2, "_8", "_8"),
+                (4, "_8", "_8"),
+                (5, "_8", "_16"),
+                (8, "_8", "_16"),
+                (9, "_16", "_16"),
+            ] {
                 for (precision, name) in [(Precision::Fast, fast), (Precision::Exact, exact)] {
-                    let (few, kernel, _) = packed.few_rows(rows, precision);
-                    assert!(kernel.ends_with(name) && kernel == packed.kernel(rows, precision), "{kernel} for {rows} rows");
-                    let bytes = GROUPS.map(|groups| few.shared_bytes(packed.pieces, groups));
-                    assert!(bytes.iter().all(|bytes| *bytes <= SHARED_BYTES_LEAST), "{kernel}: {bytes:?}");
-                    assert_eq!(stream_shared_bytes(kernel), bytes.into_iter().max());
+                    let (_, kernel, _) = packed.few_rows(rows, precision);
+                    assert!(
+                        kernel.ends_with(name) && kernel == packed.kernel(rows, precision),
+                        "{kernel} for {rows} rows"
+                    );
                 }
             }
             assert_eq!(packed.kernel(17, Precision::Fast), packed.unpack);
+            for few in &FEW_ROWS[1..] {
+                for shared_bytes_max in [SHARED_BYTES_LEAST, SHARED_BYTES_MAX] {
+                    let limits = StreamLimits { sms: 132, shared_bytes_max };
+                    for (n, groups_wanted) in [(14336u32, 7), (4096, 2), (6144, 3), (1024, 1), (16, 1)] {
+                        let (groups, turns) =
+                            few.warps(packed.pieces, 32, limits, |groups| n.div_ceil(groups * STREAM_ROWS));
+                        assert!(
+                            groups * turns <= FEW_WARPS
+                                && turns * few.turn_bytes(packed.pieces, groups) <= shared_bytes_max
+                        );
+                        if shared_bytes_max == SHARED_BYTES_MAX {
+                            assert_eq!(groups, groups_wanted, "{} with {n} rows", packed.format);
+                            assert!(groups * turns >= FEW_WARPS_WANTED);
+                        }
+                    }
+                }
+            }
         }
         assert_eq!(stream_shared_bytes("gemv_f16_1"), None);
+    }
+
+    /// `Pieces` and `FewWarp` of packed_few.cuh, records of packed_terms.cuh and columns of each format, against what is written here.
+    #[test]
+    fn kernels_have_the_same_constants() {
+        let source = |name: &str| {
+            let path = format!("{}/kernels/shared/{name}.cuh", env!("CARGO_MANIFEST_DIR"));
+            std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
+        };
+        let number = |text: &str, name: &str| -> u32 {
+            let rest = text.split_once(&format!(" {name} = ")).unwrap_or_else(|| panic!("no {name}")).1;
+            rest[..rest.find(|c: char| !c.is_ascii_digit()).unwrap()].parse().unwrap()
+        };
+        let terms = source("packed_terms");
+        assert_eq!(number(&terms, "ROW_RECORD"), ROW_RECORD);
+        let tile = ["TILE_TERMS", "TILE_FACTORS", "TILE_SUMS"].map(|name| number(&terms, name));
+        assert_eq!(tile.iter().sum::<u32>(), TILE_RECORD);
+        assert_eq!(
+            (number(&source("packed_row"), "STREAM_WARPS"), number(&source("packed_few"), "FEW_WARPS")),
+            (STREAM_WARPS, FEW_WARPS)
+        );
+        for packed in &FORMATS {
+            let name = packed.unpack.strip_prefix("unpack_").unwrap();
+            let text = source(&format!("weight_{}", if name.starts_with("int4") { "int4" } else { name }));
+            let is = |what: &str| text.contains(what);
+            assert_eq!(number(&text, "RUNS"), packed.runs, "{name}");
+            assert_eq!(is("LEAST = true"), packed.least, "{name}");
+            assert!(!packed.least || is("ONE = TINY"), "{name}: sums are multiplied by 2^-24");
+            let upper = if is("UPPER = true") { 2 } else { 0 };
+            assert_eq!(8 / packed.runs + upper + number(&text, "HEADS"), packed.pieces, "{name}");
+            let column = match (packed.runs, packed.paired) {
+                (1, 1) => "return RUN * unit;",
+                (2, 1) if name.starts_with("int4") => "return 32 * unit + RUN * run;",
+                (2, 1) => "return BLOCK * unit + RUN * run;",
+                (2, 2) => "return unit / 2 * 64 + unit % 2 * RUN + 32 * run;",
+                (2, 4) => "return unit / 4 * 128 + unit % 4 * RUN + 64 * run;",
+                other => panic!("{name}: {other:?}"),
+            };
+            assert!(is(column), "{name}");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::support::device::{ShimDevice, Tensor, number};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{Device, Mode};
+use lagoon_backend::{Activation, Device, Mode};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_cuda::kernels::linear::{Launches, Product};
 use lagoon_cuda::kernels::packed::{FORMATS, Packed};
@@ -155,6 +155,8 @@ fn activations_beyond_f16_do_not_overflow() {
 fn packed_few_rows(packed: &Packed, precision: Precision, rows: usize, (chunks, n): (usize, usize), kernel: &str) {
     let mut device = ShimDevice::open().expect("the shim");
     device.tuning.precision = precision;
+    // Groups of warps with weight rows of their own; with few rows a block has one.
+    device.tuning.sms = if n > 64 { 1 } else { 8 };
     let block = packed.format.block().elements;
     let k = (128 * chunks).next_multiple_of(block) + if block < 128 { block } else { 0 };
     let mut data = Data::new(rows as u64);
@@ -185,9 +187,15 @@ fn packed_few_rows(packed: &Packed, precision: Precision, rows: usize, (chunks, 
 #[test]
 fn packed_weights_with_few_rows_have_22_bits_of_activations_or_11() {
     for packed in &FORMATS {
-        for (rows, fast, exact) in
-            [(1, "_1", "_1"), (2, "_4", "_4"), (4, "_4", "_4"), (5, "_8", "_16"), (8, "_8", "_16"), (9, "_16", "_16"), (16, "_16", "_16")]
-        {
+        for (rows, fast, exact) in [
+            (1, "_1", "_1"),
+            (2, "_8", "_8"),
+            (4, "_8", "_8"),
+            (5, "_8", "_16"),
+            (8, "_8", "_16"),
+            (9, "_16", "_16"),
+            (16, "_16", "_16"),
+        ] {
             packed_few_rows(packed, Precision::Fast, rows, (2, 35), fast);
             packed_few_rows(packed, Precision::Exact, rows, (2, 35), exact);
         }
@@ -198,9 +206,36 @@ fn packed_weights_with_few_rows_have_22_bits_of_activations_or_11() {
 #[test]
 fn packed_weights_of_many_columns() {
     for packed in &FORMATS {
-        packed_few_rows(packed, Precision::Exact, 1, (37, 35), "_1");
-        packed_few_rows(packed, Precision::Exact, 3, (30, 17), "_4");
+        packed_few_rows(packed, Precision::Exact, 1, (37, 450), "_1");
+        packed_few_rows(packed, Precision::Exact, 3, (30, 17), "_8");
         packed_few_rows(packed, Precision::Fast, 6, (30, 67), "_8");
         packed_few_rows(packed, Precision::Exact, 10, (18, 35), "_16");
+        packed_few_rows(packed, Precision::Fast, 16, (5, 130), "_16");
+    }
+}
+
+/// Up projections of blocks whose groups of warps have gates, ups, and both, against products of blocks with one group.
+#[test]
+fn packed_up_projections_of_several_groups() {
+    for packed in &FORMATS {
+        for rows in [1, 5, 9] {
+            let mut device = ShimDevice::open().expect("the shim");
+            device.tuning.precision = Precision::Fast;
+            let (n, k) = (40, 512);
+            let mut data = Data::new(rows as u64);
+            let (weight, _) = data.packed_weight(&mut device, packed.format, (2 * n, k));
+            let x = Tensor { data: data.values(rows * k), cols: k };
+            let [mut product, mut scratch] = [0; 2].map(|_| device.tensor(rows, 2 * n).expect("tensor"));
+            let mut out = device.tensor(rows, n).expect("tensor");
+            device.matmul(&x, &weight, rows, Mode::Set, &mut product).expect("matmul");
+            device.tuning.sms = 1;
+            device.matmul_activated(&x, &weight, rows, Activation::SiluMul, &mut scratch, &mut out).expect("activated");
+            for (i, got) in out.data.iter().enumerate() {
+                let (gate, up) = (product.data[i / n * 2 * n + i % n], product.data[i / n * 2 * n + n + i % n]);
+                let want = gate / (1.0 + (-gate).exp()) * up;
+                let bound = 1e-4 * (1.0 + want.abs() + up.abs());
+                assert!((got - want).abs() <= bound, "{}, {rows} rows, {i}: {got}, not {want}", packed.format);
+            }
+        }
     }
 }

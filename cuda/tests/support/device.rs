@@ -14,7 +14,7 @@ use lagoon_cuda::kernels::boxes::KvMaps;
 use lagoon_cuda::kernels::experts::{Grouped, Mixture, Stored};
 use lagoon_cuda::kernels::latent::{HeadProductParams, LatentParams, head_product};
 use lagoon_cuda::kernels::linear::{Launches, Product, is_fused, workspace_bytes};
-use lagoon_cuda::kernels::packed::{self, Encoding, PackedProduct, Streamed, factor_of};
+use lagoon_cuda::kernels::packed::{self, Encoding, PackedProduct, StreamLimits, Streamed, factor_of};
 use lagoon_cuda::kernels::pointwise::Activate;
 use lagoon_cuda::kernels::weight::{WeightLayout, arrange};
 use lagoon_cuda::kernels::{Launch, pointwise, weight_ld};
@@ -716,7 +716,8 @@ impl ShimDevice {
         let precision = self.tuning.precision;
         if packed::is_streamed(product.product.rows) {
             let mut terms = room(product.stream_bytes(precision));
-            let Streamed { split, product } = product.stream(precision, terms.as_mut_ptr() as u64);
+            let limits = StreamLimits { sms: self.tuning.sms, shared_bytes_max: self.tuning.shared_bytes_max };
+            let Streamed { split, product } = product.stream(precision, limits, terms.as_mut_ptr() as u64);
             self.launch(&split);
             return self.launch(&product);
         }
