@@ -30,9 +30,15 @@ KERNEL(split_packed, 128, 8, SplitPackedParams) { split_terms(p); }
     KERNEL(grouped_gemv_##NAME, 128, GROUPED_BLOCKS, GroupedParams) { grouped_packed<WEIGHT>(p); } \
     KERNEL(unpack_##NAME, 256, 4, UnpackParams) { unpack<WEIGHT>(p); }
 
+#if __CUDA_ARCH__ >= 900
+#define Q4_K_ROW_BLOCKS 3
+#else
+#define Q4_K_ROW_BLOCKS 2
+#endif
+
 PACKED(q8_0, WeightQ8_0, 3, 4)
 PACKED(q4_0, WeightQ4_0, 3, 4)
-PACKED(q4_k, WeightQ4K, 3, 4)
+PACKED(q4_k, WeightQ4K, Q4_K_ROW_BLOCKS, 4)
 PACKED(q5_k, WeightQ5K, 3, 3)
 PACKED(q6_k, WeightQ6K, 2, 4)
 PACKED(mxfp4, WeightMxfp4, 3, 4)

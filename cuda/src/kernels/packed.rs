@@ -48,12 +48,14 @@ pub struct Packed {
     paired: u32,
     least: bool,
     pieces: u32,
+    /// Blocks of the kernel of one row on a multiprocessor of capability 9.0, as its launch bounds have them.
+    row_blocks: u32,
     pub(super) grouped: &'static str,
     unpack: &'static str,
 }
 
 macro_rules! packed {
-    ($format:ident, $name:literal, $runs:literal, $paired:literal, $least:literal, $pieces:literal, $planes:expr) => {
+    ($format:ident, $name:literal, $runs:literal, $paired:literal, $least:literal, $pieces:literal, $row_blocks:literal, $planes:expr) => {
         Packed {
             format: WeightFormat::$format,
             planes: &$planes,
@@ -62,6 +64,7 @@ macro_rules! packed {
             paired: $paired,
             least: $least,
             pieces: $pieces,
+            row_blocks: $row_blocks,
             grouped: concat!("grouped_gemv_", $name),
             unpack: concat!("unpack_", $name),
         }
@@ -78,9 +81,8 @@ struct FewRows {
 const FEW_ROWS: [FewRows; 3] = [FewRows { tiles: 0 }, FewRows { tiles: 1 }, FewRows { tiles: 2 }];
 /// Weight rows of a warp.
 const STREAM_ROWS: u32 = 16;
-/// For one row: warps of a block, and blocks on a multiprocessor, as most kernels' launch bounds have them.
+/// For one row: warps of a block.
 const STREAM_WARPS: u32 = 8;
-const STREAM_BLOCKS: u32 = 3;
 /// For more: most warps of a block, which are a multiprocessor's; most groups of them with weight rows of their own; and warps that
 /// hide each other's latency.
 const FEW_WARPS: u32 = 16;
@@ -140,16 +142,16 @@ pub(super) fn stream_shared_bytes(name: &str) -> Option<u32> {
 
 /// Every packed format that kernels take.
 pub static FORMATS: [Packed; 10] = [
-    packed!(Q8_0, "q8_0", 1, 1, false, 9, [Piece(2, 32), Piece(0, 2)]),
-    packed!(Q4_0, "q4_0", 2, 1, false, 5, [Piece(2, 16), Piece(0, 2)]),
-    packed!(Q4K, "q4_k", 2, 2, true, 5, [Piece(16, 128), Piece(0, 16)]),
-    packed!(Q5K, "q5_k", 2, 2, true, 7, [Piece(48, 128), Piece(16, 32), Piece(0, 16)]),
-    packed!(Q6K, "q6_k", 2, 4, false, 8, [Piece(0, 128), Piece(128, 64), Piece(192, 16), Piece(208, 2)]),
-    packed!(Mxfp4, "mxfp4", 2, 1, false, 5, [Piece(1, 16), Piece(0, 1)]),
-    packed!(Fp8, "fp8", 1, 1, false, 9, [Piece(4, 128), Piece(0, 4)]),
-    packed!(Int4G32, "int4_g32", 2, 1, false, 5, [Piece(4, 16), Piece(0, 4)]),
-    packed!(Int4G64, "int4_g64", 2, 1, false, 5, [Piece(4, 32), Piece(0, 4)]),
-    packed!(Int4G128, "int4_g128", 2, 1, false, 5, [Piece(4, 64), Piece(0, 4)]),
+    packed!(Q8_0, "q8_0", 1, 1, false, 9, 3, [Piece(2, 32), Piece(0, 2)]),
+    packed!(Q4_0, "q4_0", 2, 1, false, 5, 3, [Piece(2, 16), Piece(0, 2)]),
+    packed!(Q4K, "q4_k", 2, 2, true, 5, 3, [Piece(16, 128), Piece(0, 16)]),
+    packed!(Q5K, "q5_k", 2, 2, true, 7, 3, [Piece(48, 128), Piece(16, 32), Piece(0, 16)]),
+    packed!(Q6K, "q6_k", 2, 4, false, 8, 2, [Piece(0, 128), Piece(128, 64), Piece(192, 16), Piece(208, 2)]),
+    packed!(Mxfp4, "mxfp4", 2, 1, false, 5, 3, [Piece(1, 16), Piece(0, 1)]),
+    packed!(Fp8, "fp8", 1, 1, false, 9, 3, [Piece(4, 128), Piece(0, 4)]),
+    packed!(Int4G32, "int4_g32", 2, 1, false, 5, 3, [Piece(4, 16), Piece(0, 4)]),
+    packed!(Int4G64, "int4_g64", 2, 1, false, 5, 3, [Piece(4, 32), Piece(0, 4)]),
+    packed!(Int4G128, "int4_g128", 2, 1, false, 5, 3, [Piece(4, 64), Piece(0, 4)]),
 ];
 
 impl Packed {
@@ -459,14 +461,14 @@ impl PackedProduct {
         let fused = activation.is_none_or(|activation| is_fused(rows, activation));
         assert!(is_streamed(rows) && fused && self.product.bias == 0, "a product of few rows");
         let split = self.split(precision, to);
-        let Packed { pieces, .. } = *self.rows.packed;
+        let Packed { pieces, row_blocks, .. } = *self.rows.packed;
         let (few, name, terms) = self.rows.packed.few_rows(rows, precision);
         let gemv = GemvParams { x: to, w: self.rows.address, ..self.product.gemv(self.rows.row_bytes()) };
         let blocks = |groups| blocks(n, activation, groups * STREAM_ROWS);
         let product = if few.tiles == 0 {
             let tiles = blocks(1);
             let params = StreamParams { gemv, groups: 1, terms, tiles, pad: 0 };
-            Launch::flat(name, tiles.min(limits.sms * STREAM_BLOCKS), 32 * STREAM_WARPS, params)
+            Launch::flat(name, tiles.min(limits.sms * row_blocks), 32 * STREAM_WARPS, params)
         } else {
             let (groups, turns) = few.warps(pieces, split.chunks, limits, blocks);
             let params = StreamParams { gemv, groups, terms, tiles: 0, pad: 0 };
@@ -573,7 +575,7 @@ mod tests {
                         );
                         if shared_bytes_max == SHARED_BYTES_MAX {
                             assert_eq!(groups, groups_wanted, "{} with {n} rows", packed.format);
-                            assert!(groups * turns >= FEW_WARPS_WANTED);
+                            assert!(groups * turns >= if n > 1024 { FEW_WARPS_WANTED } else { 8 });
                         }
                     }
                 }
@@ -593,6 +595,8 @@ mod tests {
             let rest = text.split_once(&format!(" {name} = ")).unwrap_or_else(|| panic!("no {name}")).1;
             rest[..rest.find(|c: char| !c.is_ascii_digit()).unwrap()].parse().unwrap()
         };
+        let kernels = include_str!("../../kernels/packed.cu");
+        assert!(kernels.contains("#if __CUDA_ARCH__ >= 900\n#define Q4_K_ROW_BLOCKS 3\n"));
         let terms = source("packed_terms");
         assert_eq!(number(&terms, "ROW_RECORD"), ROW_RECORD);
         let tile = ["TILE_TERMS", "TILE_FACTORS", "TILE_SUMS"].map(|name| number(&terms, name));
@@ -619,6 +623,9 @@ mod tests {
                 other => panic!("{name}: {other:?}"),
             };
             assert!(is(column), "{name}");
+            let launch = kernels.split_once(&format!("PACKED({name}, ")).unwrap().1.split(", ").nth(1).unwrap();
+            let launch = if launch == "Q4_K_ROW_BLOCKS" { "3" } else { launch };
+            assert_eq!(launch, packed.row_blocks.to_string(), "{name}");
         }
     }
 
