@@ -159,6 +159,8 @@ struct Block {
     unsigned char *shared = nullptr, *async_view = nullptr;
     size_t shared_bytes = 0;
     Barrier barrier;
+    // Those of some of its warps.
+    Barrier some[16];
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     std::map<uintptr_t, SharedBarrier> barriers;
@@ -376,6 +378,10 @@ inline uint64_t pinned(uint64_t x) { return x; }
 inline void sync_block() {
     shim::meet_at(shim::block->barrier, shim::block->threads.x, "sync_block", nullptr, nullptr);
 }
+inline void sync_warps(uint32_t barrier, uint32_t threads) {
+    if (barrier < 1 || barrier > 15 || threads % 32 != 0) shim::fail("a barrier of some warps that does not exist");
+    shim::meet_at(shim::block->some[barrier], threads, "sync_warps", nullptr, nullptr);
+}
 inline void sync_warp() {
     shim::together("sync_warp", shim::Slot{}, [](shim::Slot*) {});
 }
@@ -459,6 +465,7 @@ inline void store_8(void* to, uint64_t x) { shim::store(to, x); }
 inline float4 load_16(const void* from) { return shim::load<float4>(from); }
 inline void store_16(void* to, float4 x) { shim::store(to, x); }
 inline uint4 load_words(const void* from) { return shim::load<uint4>(from); }
+inline float load_float_in_order(const void* from) { return shim::load<float>(from); }
 
 // One fiber runs at a time: plain additions are atomic.
 inline uint64_t add_shared(uint64_t* to, uint64_t x) {

@@ -16,7 +16,7 @@
 //   UPPER           whether a plane has upper bits of the codes: 32 bytes of a chunk at `upper_at`, 16 for each other unit
 //   UPPER_PLANE     bytes of a block in the planes before that one
 //   HEADS           planes of what scales are made of: `head_plane` bytes of a block lie before one, which has `head_bytes` of a chunk
-//   Head            what the scales of a unit are made of; `head` reads it
+//   Head            what the scales of a unit are made of, as stored, so that nothing waits for its load; `head` reads it
 //   column          the first column of a run
 //   scale           the scale of a run: an element is step * code - least
 //   halves          four consecutive codes of a run, of a word of codes and of upper bits, as f16 times ONE, a power of two: the first
@@ -37,8 +37,8 @@ constexpr float INTEGER = 8388608.0f;
 // Four bytes as numbers times TINY: an integer below 1,024 in an f16's bits is a number below the least normal one.
 constexpr float TINY = 0x1p-24f;
 DEVICE void pair_bytes(uint32_t bytes, uint32_t (&pairs)[2]) {
-    pairs[0] = bytes & 0x00ff00ff;
-    pairs[1] = bytes >> 8 & 0x00ff00ff;
+    pairs[0] = permute(bytes, 0, 0x4240);
+    pairs[1] = permute(bytes, 0, 0x4341);
 }
 // Subtracts an integer below 1,024 from numbers times TINY: exact.
 DEVICE void lessen(uint32_t (&pairs)[2], uint32_t integer) {
@@ -60,7 +60,7 @@ DEVICE uint32_t word_of(const uint4& words, uint32_t word) {
 // The codes of 4 bits in a word of a unit, a byte each: byte j of a unit has element j of either run.
 DEVICE uint32_t nibbles(uint32_t word, uint32_t run) { return word >> 4 * run & 0x0f0f0f0f; }
 
-DEVICE float load_half(const unsigned char* from) { return widen(*reinterpret_cast<const f16*>(from)); }
+DEVICE f16 load_half(const unsigned char* from) { return *reinterpret_cast<const f16*>(from); }
 DEVICE uint32_t load_word(const unsigned char* from) { return *reinterpret_cast<const uint32_t*>(from); }
 
 // What a lane loads of a unit.

@@ -66,18 +66,17 @@ DEVICE void load_activations(const GemvParams& p, uint32_t row, uint32_t column,
     }
 }
 
-// The weight row that is row `j` of a block's BLOCK ones. Rows beyond the last are read as the last and not written.
-template <uint32_t BLOCK>
-DEVICE uint64_t row_of_block(const GemvParams& p, uint32_t j) {
-    if (p.activation != ACTIVATION_SILU_MUL) return min(blockIdx.x * BLOCK + j, p.n - 1);
+// The weight row that is row `j` of the `block` ones of block `index`. Rows beyond the last are read as the last and not written.
+DEVICE uint64_t row_of_block(const GemvParams& p, uint32_t index, uint32_t block, uint32_t j) {
+    if (p.activation != ACTIVATION_SILU_MUL) return min(index * block + j, p.n - 1);
     const uint32_t columns = p.n / 2;
-    return min(blockIdx.x * (BLOCK / 2) + j % (BLOCK / 2), columns - 1) + (j < BLOCK / 2 ? 0 : columns);
+    return min(index * (block / 2) + j % (block / 2), columns - 1) + (j < block / 2 ? 0 : columns);
 }
 
 // Where that row begins.
 template <typename T, uint32_t BLOCK>
 DEVICE const T* weight_row(const GemvParams& p, uint32_t j) {
-    return at<const T>(p.w) + row_of_block<BLOCK>(p, j) * p.ldw;
+    return at<const T>(p.w) + row_of_block(p, blockIdx.x, BLOCK, j) * p.ldw;
 }
 
 // 16 bytes of a weight row of `ldw`; zeros beyond its end.
@@ -86,13 +85,13 @@ DEVICE uint4 load_weights(uint32_t ldw, const T* row, uint32_t column) {
     return column < ldw ? load_once(row + column) : uint4{0, 0, 0, 0};
 }
 
-// Writes ROWS rows of a block's results; `sum(r, j)` is the product of row `row0 + r` and of the block's weight row `j`.
-template <typename T, uint32_t BLOCK, uint32_t ROWS, typename Sum>
-DEVICE void store_products(const GemvParams& p, uint32_t row0, Sum sum) {
+// Writes `rows` rows of block `index`'s results; `sum(r, j)` is the product of row `row0 + r` and of the block's weight row `j`.
+template <typename T, typename Sum>
+DEVICE void store_block(const GemvParams& p, uint32_t index, uint32_t block, uint32_t rows, uint32_t row0, Sum sum) {
     const bool gated = p.activation == ACTIVATION_SILU_MUL;
-    const uint32_t width = gated ? BLOCK / 2 : BLOCK, columns = gated ? p.n / 2 : p.n;
-    for (uint32_t i = threadIdx.x; i < width * ROWS; i += blockDim.x) {
-        const uint32_t j = i % width, r = i / width, n = blockIdx.x * width + j;
+    const uint32_t width = gated ? block / 2 : block, columns = gated ? p.n / 2 : p.n;
+    for (uint32_t i = threadIdx.x; i < width * rows; i += blockDim.x) {
+        const uint32_t j = i % width, r = i / width, n = index * width + j;
         if (row0 + r >= p.rows || n >= columns) continue;
         float x = sum(r, j);
         if (p.bias) x += widen(at<const T>(p.bias)[n]);
@@ -106,6 +105,10 @@ DEVICE void store_products(const GemvParams& p, uint32_t row0, Sum sum) {
         float* out = at<float>(p.out) + static_cast<uint64_t>(row0 + r) * p.out_stride + n;
         *out = p.add ? *out + x : x;
     }
+}
+template <typename T, uint32_t BLOCK, uint32_t ROWS, typename Sum>
+DEVICE void store_products(const GemvParams& p, uint32_t row0, Sum sum) {
+    store_block<T>(p, blockIdx.x, BLOCK, ROWS, row0, sum);
 }
 
 constexpr uint32_t FEW_WEIGHTS = 4, FEW_BLOCK = FEW_WEIGHTS * GEMV_WARPS / 2;

@@ -144,6 +144,17 @@ struct GemvParams {
     uint32_t rows, n, k, ldw, x_stride, out_stride, add, activation;
 };
 
+struct StreamParams {
+    GemvParams gemv;
+    uint32_t groups, terms, tiles, pad;
+};
+
+struct SplitPackedParams {
+    Address x, out;
+    uint32_t rows, x_stride, slots, chunks, units, runs, paired, tiles, terms;
+    float one;
+};
+
 struct HeadProductParams {
     Address x, w, out;
     uint32_t rows, n, k, ldw, heads, x_stride, x_step, out_stride, out_step, unpacked;
@@ -228,6 +239,6 @@ static_assert(sizeof(MergeParams) == 56 && sizeof(KvRun) == 12 && sizeof(AttnIte
 static_assert(sizeof(MergeItem) == 16 && sizeof(AttentionParams) == 128, "as in Rust");
 static_assert(sizeof(TensorMap) == 128 && sizeof(AttentionBoxesParams) == 1152, "as in Rust");
 static_assert(sizeof(AttentionMergeParams) == 48 && sizeof(GemvParams) == 64 && sizeof(SplitParams) == 48, "as in Rust");
-static_assert(sizeof(UnpackParams) == 64, "as in Rust");
+static_assert(sizeof(UnpackParams) == 64 && sizeof(StreamParams) == 80 && sizeof(SplitPackedParams) == 56, "as in Rust");
 static_assert(sizeof(GemmParams) == 88 && sizeof(GemmReduceParams) == 56, "as in Rust");
 static_assert(sizeof(SampleRow) == 32 && sizeof(SampledRow) == 8 && sizeof(SampleParams) == 40, "as in Rust");

@@ -190,6 +190,10 @@ DEVICE uint64_t pinned(uint64_t x) {
 }
 
 DEVICE void sync_block() { __syncthreads(); }
+// Warps of a block that have `threads` threads meet at its barrier `barrier`, 1 to 15.
+DEVICE void sync_warps(uint32_t barrier, uint32_t threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE uint64_t shuffle_xor(uint64_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
@@ -235,6 +239,12 @@ DEVICE uint64_t load_8(const void* from) { return *static_cast<const uint64_t*>(
 DEVICE void store_8(void* to, uint64_t x) { *static_cast<uint64_t*>(to) = x; }
 DEVICE float4 load_16(const void* from) { return *static_cast<const float4*>(from); }
 DEVICE uint4 load_words(const void* from) { return *static_cast<const uint4*>(from); }
+// A load that is not moved ahead of other instructions in order, as `mma`, which would take registers.
+DEVICE float load_float_in_order(const void* from) {
+    float y;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(__cvta_generic_to_global(from)));
+    return y;
+}
 // nvcc makes four stores of some assignments of float4.
 DEVICE void store_16(void* to, float4 x) {
     asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "f"(x.x), "f"(x.y), "f"(x.z),

@@ -8,7 +8,7 @@ struct WeightQ4_0 {
     static constexpr bool LEAST = false, UPPER = false;
     static constexpr float ONE = TINY;
     struct Head {
-        float scale;
+        f16 scale;
     };
 
     DEVICE static constexpr uint32_t head_plane(uint32_t) { return 16; }
@@ -18,7 +18,7 @@ struct WeightQ4_0 {
         return {load_half(at(0, 2 * unit))};
     }
     DEVICE static uint32_t column(uint32_t unit, uint32_t run) { return BLOCK * unit + RUN * run; }
-    DEVICE static Scale scale(const Head& head, uint32_t, uint32_t run) { return {head.scale * (run == 0 ? 1.0f : HIGH), 0}; }
+    DEVICE static Scale scale(const Head& head, uint32_t, uint32_t run) { return {widen(head.scale) * (run == 0 ? 1.0f : HIGH), 0}; }
     DEVICE static void halves(uint32_t codes, uint32_t, const Head&, uint32_t, uint32_t run, uint32_t (&pairs)[2]) {
         pair_nibbles(codes, run, pairs);
         lessen(pairs, 8 << 4 * run);

@@ -11,7 +11,7 @@ struct WeightQ6K {
     struct Head {
         // Of the half of the block that the unit is in.
         uint64_t scales;
-        float scale;
+        f16 scale;
     };
 
     DEVICE static uint32_t upper_at(uint32_t chunk) { return 32 * chunk; }
@@ -25,7 +25,7 @@ struct WeightQ6K {
     DEVICE static Scale scale(const Head& head, uint32_t unit, uint32_t run) {
         const uint32_t four = static_cast<uint32_t>(head.scales >> 32 * run);
         const int8_t code = static_cast<int8_t>(four >> unit % 4 * 8);
-        return {head.scale * static_cast<float>(code), 0};
+        return {widen(head.scale) * static_cast<float>(code), 0};
     }
     DEVICE static void halves(uint32_t codes, uint32_t upper, const Head&, uint32_t unit, uint32_t run, uint32_t (&pairs)[2]) {
         const uint32_t two = upper >> 2 * (unit % 4 / 2 + 2 * run) & 0x03030303;

@@ -7,7 +7,7 @@ struct WeightQ8_0 {
     static constexpr bool LEAST = false, UPPER = false;
     static constexpr float ONE = TINY;
     struct Head {
-        float scale;
+        f16 scale;
     };
 
     DEVICE static constexpr uint32_t head_plane(uint32_t) { return 32; }
@@ -17,11 +17,9 @@ struct WeightQ8_0 {
         return {load_half(at(0, unit / 2 * 2))};
     }
     DEVICE static uint32_t column(uint32_t unit, uint32_t) { return RUN * unit; }
-    DEVICE static Scale scale(const Head& head, uint32_t, uint32_t) { return {head.scale, 0}; }
+    DEVICE static Scale scale(const Head& head, uint32_t, uint32_t) { return {widen(head.scale), 0}; }
     DEVICE static void halves(uint32_t codes, uint32_t, const Head&, uint32_t, uint32_t, uint32_t (&pairs)[2]) {
-        pair_bytes(codes, pairs);
-#pragma unroll
-        for (uint32_t i = 0; i < 2; i++) pairs[i] ^= 0x00800080;
+        pair_bytes(codes ^ 0x80808080, pairs);
         lessen(pairs, 128);
     }
 };

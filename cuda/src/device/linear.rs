@@ -12,7 +12,7 @@ use crate::blas::{Blas, CublasLt, Shape};
 use crate::driver::{Context, CudaError};
 use crate::kernels::attention::Precision;
 use crate::kernels::linear::{Launches, Product, is_fused, is_streamed, workspace_bytes};
-use crate::kernels::packed::{self, Encoding, PackedProduct, UNPACKED_BYTES};
+use crate::kernels::packed::{self, Encoding, PackedProduct, StreamLimits, Streamed, UNPACKED_BYTES};
 use crate::kernels::pointwise::activate;
 use crate::kernels::weight_ld;
 use lagoon_backend::{Activation, DeviceError};
@@ -138,7 +138,12 @@ impl CudaDevice {
     fn packed_product(&mut self, product: &PackedProduct) -> Result<(), CudaError> {
         let precision = self.tuning.precision;
         if packed::is_streamed(product.product.rows) {
-            return self.work_stream().launch(&product.stream());
+            let bytes = product.stream_bytes(precision);
+            let terms = self.work_stream().scratch(usize::try_from(bytes).expect("scratch fits"))?;
+            let limits = StreamLimits { sms: self.tuning.sms, shared_bytes_max: self.tuning.shared_bytes_max };
+            let Streamed { split, product } = product.stream(precision, limits, terms);
+            self.work_stream().launch(&split)?;
+            return self.work_stream().launch(&product);
         }
         let bytes = product.part_bytes(UNPACKED_BYTES, precision);
         let elements = self.work_stream().elements(usize::try_from(bytes).expect("elements fit"))?;

@@ -1,7 +1,8 @@
 //! Packed weights: how their rows lie in device memory, and the kernels that compute with them.
 //!
-//! * Up to [`PACKED_ROWS_MAX`] rows, `gemv_*` of the format streams the weight and unpacks it in registers for tensor cores, with
-//!   activations as two terms of f16; `grouped_gemv_*` does for rows of an expert, in f32.
+//! * Up to [`PACKED_ROWS_MAX`] rows, `gemv_*` of the format streams the weight and unpacks it in registers for tensor cores;
+//!   `split_packed` has written activations to scratch as terms of f16 ([`Streamed`]). `grouped_gemv_*` streams for rows of an expert,
+//!   in f32.
 //! * For more rows, `unpack_*` writes elements as f16 to scratch, a part of the weight at a time, and the kernels of f16 weights
 //!   follow: one term of each element for [`Precision::Fast`], two for [`Precision::Exact`].
 //! * `unpack_*` also reads rows of embedding tables, and all rows of products by head, in f32.
@@ -10,7 +11,7 @@
 //! at a multiple of 16. Nothing is lost or added but up to 15 bytes a row. A format is an entry of [`FORMATS`] and a stem of
 //! `cuda/kernels/shared/weight_*.cuh`.
 
-use super::attention::Precision;
+use super::attention::{Precision, SHARED_BYTES_MAX};
 use super::linear::{GEMV_ROWS_MAX, GemvParams, Product, blocks};
 use super::{Launch, weight_ld};
 use bytemuck::{Pod, Zeroable};
@@ -39,77 +40,118 @@ pub struct Packed {
     pub format: WeightFormat,
     /// Pieces of a block in the order of a row's planes, codes first.
     planes: &'static [Piece],
-    /// For up to 4, 8 and 16 rows: see [`FewRows`].
+    /// As [`FEW_ROWS`] has them.
     gemv: [&'static str; 3],
-    /// Pieces of 16 bytes that 128 elements of a row have in its planes.
+    /// As in `cuda/kernels/shared/weight_*.cuh`: runs of a unit, units whose second runs follow their first ones, whether elements have
+    /// a least value, and pieces of 16 bytes that 128 elements of a row have in its planes.
+    runs: u32,
+    paired: u32,
+    least: bool,
     pieces: u32,
+    /// Blocks of the kernel of one row on a multiprocessor of capability 9.0, as its launch bounds have them.
+    row_blocks: u32,
     pub(super) grouped: &'static str,
     unpack: &'static str,
 }
 
 macro_rules! packed {
-    ($format:ident, $name:literal, $pieces:literal, $planes:expr) => {
+    ($format:ident, $name:literal, $runs:literal, $paired:literal, $least:literal, $pieces:literal, $row_blocks:literal, $planes:expr) => {
         Packed {
             format: WeightFormat::$format,
             planes: &$planes,
-            gemv: [concat!("gemv_", $name, "_4"), concat!("gemv_", $name, "_8"), concat!("gemv_", $name, "_16")],
+            gemv: [concat!("gemv_", $name, "_1"), concat!("gemv_", $name, "_8"), concat!("gemv_", $name, "_16")],
+            runs: $runs,
+            paired: $paired,
+            least: $least,
             pieces: $pieces,
+            row_blocks: $row_blocks,
             grouped: concat!("grouped_gemv_", $name),
             unpack: concat!("unpack_", $name),
         }
     };
 }
 
-/// What the kernels of few rows have in shared memory (`cuda/kernels/shared/packed_few.cuh`): by kernel of a format.
+/// A kernel that streams weights: tiles of eight columns of terms in shared memory (`cuda/kernels/shared/packed_few.cuh`); 0 for one
+/// row of activations, from registers (`packed_row.cuh`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FewRows {
-    /// Most rows of activations.
-    rows: u32,
-    /// Weight rows and warps of a block.
-    weights: u32,
-    warps: u32,
-    /// Tiles of eight columns of activations, and terms in a tile of their own.
     tiles: u32,
-    terms: u32,
 }
 
-const FEW_ROWS: [FewRows; 3] = [
-    FewRows { rows: 4, weights: 16, warps: 8, tiles: 1, terms: 1 },
-    FewRows { rows: 8, weights: 16, warps: 8, tiles: 1, terms: 2 },
-    FewRows { rows: PACKED_ROWS_MAX, weights: 32, warps: 4, tiles: 2, terms: 2 },
-];
-/// Stages of a warp's ring of weights.
-const FEW_STAGES: u32 = 3;
+const FEW_ROWS: [FewRows; 3] = [FewRows { tiles: 0 }, FewRows { tiles: 1 }, FewRows { tiles: 2 }];
+/// Weight rows of a warp.
+const STREAM_ROWS: u32 = 16;
+/// For one row: warps of a block.
+const STREAM_WARPS: u32 = 8;
+/// For more: most warps of a block, which are a multiprocessor's; most groups of them with weight rows of their own; and warps that
+/// hide each other's latency.
+const FEW_WARPS: u32 = 16;
+const GROUPS_MAX: u32 = 8;
+const FEW_WARPS_WANTED: u32 = 12;
+/// Bytes of a record of 128 columns: of a row's terms, or of a tile's (`cuda/kernels/shared/packed_terms.cuh`).
+const ROW_RECORD: u32 = 640;
+const TILE_RECORD: u32 = 2208;
+/// Columns of a record, and threads of a block of `split_packed`, of which a warp has a record's row.
+const CHUNK: u32 = 128;
+const SPLIT_THREADS: u32 = 128;
 
 impl FewRows {
-    /// Shared memory of a block, in bytes, for a format with so many pieces.
-    const fn shared_bytes(&self, pieces: u32) -> u32 {
-        let stages = FEW_STAGES * self.weights * 16 * (pieces | 1);
-        // Eight steps of two registers a lane, and in f32 eight sums and a factor of each column.
-        let activations = self.tiles * self.terms * 8 * 32 * 8 + self.tiles * 8 * 9 * 4;
-        self.warps * (stages + activations)
+    /// Most rows of activations with so many terms.
+    const fn rows(self, terms: u32) -> u32 {
+        if self.tiles == 0 { 1 } else { 8 * self.tiles / terms }
+    }
+
+    /// Shared memory of one turn of a block with so many groups, in bytes, for a format with so many pieces.
+    const fn turn_bytes(self, pieces: u32, groups: u32) -> u32 {
+        let stages = if pieces > 7 { 2 } else { 3 };
+        stages * (self.tiles * TILE_RECORD + groups * STREAM_ROWS * 16 * (pieces | 1))
+    }
+
+    /// Groups of warps of a block, and turns that they take along `chunks` chunks. A block has a multiprocessor: what counts is how many
+    /// weight rows the one with most of them has. More groups share the copies of activations.
+    fn warps(self, pieces: u32, chunks: u32, limits: StreamLimits, blocks: impl Fn(u32) -> u32) -> (u32, u32) {
+        let turns = |groups| {
+            let fit = limits.shared_bytes_max / self.turn_bytes(pieces, groups);
+            fit.min(FEW_WARPS / groups).min(chunks).max(1)
+        };
+        let cost = |groups: &u32| {
+            let rows = blocks(*groups).div_ceil(limits.sms) * groups;
+            // Fewer warps take longer for as many rows.
+            rows * FEW_WARPS_WANTED * 1000 / FEW_WARPS_WANTED.min(groups * turns(*groups))
+        };
+        let groups = (1..=GROUPS_MAX).rev().min_by_key(cost).expect("some");
+        (groups, turns(groups))
     }
 }
 
-/// Dynamic shared memory of a kernel of few rows, in bytes; `None` for other kernels.
+/// What a device has for products that stream packed weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamLimits {
+    pub sms: u32,
+    /// Shared memory of a block, in bytes.
+    pub shared_bytes_max: u32,
+}
+
+/// Most dynamic shared memory of a kernel of few rows, in bytes; `None` for other kernels.
 pub(super) fn stream_shared_bytes(name: &str) -> Option<u32> {
     FORMATS.iter().find_map(|packed| {
-        let mut kernels = FEW_ROWS.iter().zip(packed.gemv);
-        kernels.find(|(_, other)| *other == name).map(|(few, _)| few.shared_bytes(packed.pieces))
+        let which = packed.gemv.iter().position(|other| *other == name)?;
+        Some(if FEW_ROWS[which].tiles == 0 { 0 } else { SHARED_BYTES_MAX })
     })
 }
 
 /// Every packed format that kernels take.
 pub static FORMATS: [Packed; 10] = [
-    packed!(Q8_0, "q8_0", 9, [Piece(2, 32), Piece(0, 2)]),
-    packed!(Q4_0, "q4_0", 5, [Piece(2, 16), Piece(0, 2)]),
-    packed!(Q4K, "q4_k", 5, [Piece(16, 128), Piece(0, 16)]),
-    packed!(Q5K, "q5_k", 7, [Piece(48, 128), Piece(16, 32), Piece(0, 16)]),
-    packed!(Q6K, "q6_k", 8, [Piece(0, 128), Piece(128, 64), Piece(192, 16), Piece(208, 2)]),
-    packed!(Mxfp4, "mxfp4", 5, [Piece(1, 16), Piece(0, 1)]),
-    packed!(Fp8, "fp8", 9, [Piece(4, 128), Piece(0, 4)]),
-    packed!(Int4G32, "int4_g32", 5, [Piece(4, 16), Piece(0, 4)]),
-    packed!(Int4G64, "int4_g64", 5, [Piece(4, 32), Piece(0, 4)]),
-    packed!(Int4G128, "int4_g128", 5, [Piece(4, 64), Piece(0, 4)]),
+    packed!(Q8_0, "q8_0", 1, 1, false, 9, 3, [Piece(2, 32), Piece(0, 2)]),
+    packed!(Q4_0, "q4_0", 2, 1, false, 5, 3, [Piece(2, 16), Piece(0, 2)]),
+    packed!(Q4K, "q4_k", 2, 2, true, 5, 3, [Piece(16, 128), Piece(0, 16)]),
+    packed!(Q5K, "q5_k", 2, 2, true, 7, 3, [Piece(48, 128), Piece(16, 32), Piece(0, 16)]),
+    packed!(Q6K, "q6_k", 2, 4, false, 8, 2, [Piece(0, 128), Piece(128, 64), Piece(192, 16), Piece(208, 2)]),
+    packed!(Mxfp4, "mxfp4", 2, 1, false, 5, 3, [Piece(1, 16), Piece(0, 1)]),
+    packed!(Fp8, "fp8", 1, 1, false, 9, 3, [Piece(4, 128), Piece(0, 4)]),
+    packed!(Int4G32, "int4_g32", 2, 1, false, 5, 3, [Piece(4, 16), Piece(0, 4)]),
+    packed!(Int4G64, "int4_g64", 2, 1, false, 5, 3, [Piece(4, 32), Piece(0, 4)]),
+    packed!(Int4G128, "int4_g128", 2, 1, false, 5, 3, [Piece(4, 64), Piece(0, 4)]),
 ];
 
 impl Packed {
@@ -119,16 +161,22 @@ impl Packed {
         self.format.bytes(cols).map(|bytes| bytes.next_multiple_of(16))
     }
 
-    /// The kernel that streams the weight for `rows` rows, and its shape.
-    fn few_rows(&self, rows: u32) -> (&'static FewRows, &'static str) {
-        let mut kernels = FEW_ROWS.iter().zip(self.gemv);
-        kernels.find(|(few, _)| rows <= few.rows).expect("few rows")
+    /// The kernel that streams the weight for `rows` rows: its shape, name, and terms of each activation. Exact products have two, and
+    /// others where that costs no more tiles.
+    fn few_rows(&self, rows: u32, precision: Precision) -> (FewRows, &'static str, u32) {
+        let (which, terms) = match rows {
+            ..=1 => (0, 2),
+            2..=4 => (1, 2),
+            _ if precision == Precision::Exact => (2, 2),
+            _ => (if rows <= 8 { 1 } else { 2 }, 1),
+        };
+        (FEW_ROWS[which], self.gemv[which], terms)
     }
 
-    /// The first kernel of a product of `rows` rows: it streams the weight, or unpacks it.
+    /// The kernel of a product of `rows` rows that reads the weight: it streams it, or unpacks it.
     #[must_use]
-    pub fn kernel(&self, rows: u32) -> &'static str {
-        if is_streamed(rows) { self.few_rows(rows).1 } else { self.unpack }
+    pub fn kernel(&self, rows: u32, precision: Precision) -> &'static str {
+        if is_streamed(rows) { self.few_rows(rows, precision).1 } else { self.unpack }
     }
 
     /// Appends rows of `row` given bytes to `out`, arranged in planes.
@@ -214,6 +262,54 @@ pub struct UnpackParams {
 }
 
 const _: () = assert!(size_of::<UnpackParams>() == 64);
+const _: () = assert!(size_of::<StreamParams>() == 80 && size_of::<SplitPackedParams>() == 56);
+
+/// Parameters of `gemv_*` of packed formats.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+pub struct StreamParams {
+    /// `x` has records, and `x_stride` is not read.
+    pub gemv: GemvParams,
+    /// Warps of a block with the same columns.
+    pub groups: u32,
+    /// Terms of an activation.
+    pub terms: u32,
+    /// Tiles of 16 weight rows in which blocks take turns; 0 where each block has its own rows.
+    pub tiles: u32,
+    pub pad: u32,
+}
+
+/// Parameters of `split_packed`: records of activations. A warp a row and 128 columns.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+pub struct SplitPackedParams {
+    /// f32 `[rows][x_stride]`, rows at multiples of 16 bytes.
+    pub x: u64,
+    /// Records: `[chunks][slots]` of rows, or `[slots / rows of a record][chunks]` of tiles.
+    pub out: u64,
+    pub rows: u32,
+    pub x_stride: u32,
+    /// Rows that are written: those beyond `rows` are zeros.
+    pub slots: u32,
+    pub chunks: u32,
+    /// Units of a weight row: those beyond the last are zeros.
+    pub units: u32,
+    /// Runs of a unit, and how many units' first runs lie before their second ones.
+    pub runs: u32,
+    pub paired: u32,
+    /// Tiles of a record; 0 for records of rows.
+    pub tiles: u32,
+    pub terms: u32,
+    /// Sums of activations are multiplied by it: `ONE` of the format.
+    pub one: f32,
+}
+
+/// A product that streams a packed weight: first activations become terms.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Streamed {
+    pub split: Launch<SplitPackedParams>,
+    pub product: Launch<StreamParams>,
+}
 
 /// Rows of a packed weight in device memory: groups of `group_rows` rows, which begin `group_bytes` bytes apart.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -333,17 +429,58 @@ pub const fn is_fused(rows: u32, activation: Activation) -> bool {
 }
 
 impl PackedProduct {
-    /// The launch of a product that streams the weight; see [`is_streamed`].
+    /// Parameters of `split_packed` for records at `to`.
+    fn split(&self, precision: Precision, to: u64) -> SplitPackedParams {
+        let Product { x, x_stride, rows, k, .. } = self.product;
+        let packed = self.rows.packed;
+        let (few, _, terms) = packed.few_rows(rows, precision);
+        let units = k / (16 * packed.runs);
+        // Records of a row are read in steps of eight units; those of tiles have whole columns.
+        let (chunks, slots) = match few.tiles {
+            0 => (units.div_ceil(8) * packed.runs, 1),
+            _ => (k.div_ceil(CHUNK), rows.next_multiple_of(few.rows(terms))),
+        };
+        let one = if packed.least { 2f32.powi(-24) } else { 1.0 };
+        let (runs, paired, tiles) = (packed.runs, packed.paired, few.tiles);
+        SplitPackedParams { x, out: to, rows, x_stride, slots, chunks, units, runs, paired, tiles, terms, one }
+    }
+
+    /// Bytes of scratch of [`PackedProduct::stream`].
     #[must_use]
-    pub fn stream(&self) -> Launch<GemvParams> {
-        let Product { rows, n, .. } = self.product;
-        let fused = self.product.activation.is_none_or(|activation| is_fused(rows, activation));
+    pub fn stream_bytes(&self, precision: Precision) -> u64 {
+        let SplitPackedParams { slots, chunks, tiles, terms, .. } = self.split(precision, 0);
+        let records = if tiles == 0 { ROW_RECORD } else { slots * terms / 8 * TILE_RECORD };
+        u64::from(chunks) * u64::from(records)
+    }
+
+    /// The launches of a product that streams the weight, with [`PackedProduct::stream_bytes`] of scratch at `to`; see
+    /// [`is_streamed`].
+    #[must_use]
+    pub fn stream(&self, precision: Precision, limits: StreamLimits, to: u64) -> Streamed {
+        let Product { rows, n, activation, .. } = self.product;
+        let fused = activation.is_none_or(|activation| is_fused(rows, activation));
         assert!(is_streamed(rows) && fused && self.product.bias == 0, "a product of few rows");
-        let params = GemvParams { w: self.rows.address, ..self.product.gemv(self.rows.row_bytes()) };
-        let (few, name) = self.rows.packed.few_rows(rows);
-        let grid = [blocks(n, self.product.activation, few.weights), 1, 1];
-        let shared_bytes = few.shared_bytes(self.rows.packed.pieces);
-        Launch { name, grid, block: 32 * few.warps, shared_bytes, params }
+        let split = self.split(precision, to);
+        let Packed { pieces, row_blocks, .. } = *self.rows.packed;
+        let (few, name, terms) = self.rows.packed.few_rows(rows, precision);
+        let gemv = GemvParams { x: to, w: self.rows.address, ..self.product.gemv(self.rows.row_bytes()) };
+        let blocks = |groups| blocks(n, activation, groups * STREAM_ROWS);
+        let product = if few.tiles == 0 {
+            let tiles = blocks(1);
+            let params = StreamParams { gemv, groups: 1, terms, tiles, pad: 0 };
+            Launch::flat(name, tiles.min(limits.sms * row_blocks), 32 * STREAM_WARPS, params)
+        } else {
+            let (groups, turns) = few.warps(pieces, split.chunks, limits, blocks);
+            let params = StreamParams { gemv, groups, terms, tiles: 0, pad: 0 };
+            let grid = [blocks(groups), split.slots / few.rows(terms), 1];
+            let shared_bytes = turns * few.turn_bytes(pieces, groups);
+            Launch { name, grid, block: 32 * groups * turns, shared_bytes, params }
+        };
+        let warps = split.slots * split.chunks;
+        Streamed {
+            split: Launch::flat("split_packed", warps.div_ceil(SPLIT_THREADS / 32), SPLIT_THREADS, split),
+            product,
+        }
     }
 
     /// Weight rows of a part whose elements take at most `room` bytes, one at least.
@@ -376,6 +513,7 @@ impl PackedProduct {
 
 #[cfg(test)]
 mod tests {
+    use super::super::attention::SHARED_BYTES_LEAST;
     use super::*;
 
     #[test]
@@ -406,18 +544,89 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_few_rows_fit_every_device() {
-        use super::super::attention::SHARED_BYTES_LEAST;
+    fn blocks_of_few_rows_fit_every_device_and_occupy_it() {
         for packed in &FORMATS {
-            for (rows, name) in [(1, "_4"), (4, "_4"), (5, "_8"), (8, "_8"), (9, "_16"), (16, "_16")] {
-                let (few, kernel) = packed.few_rows(rows);
-                assert!(kernel.ends_with(name) && kernel == packed.kernel(rows), "{kernel} for {rows} rows");
-                let bytes = few.shared_bytes(packed.pieces);
-                assert!(bytes <= SHARED_BYTES_LEAST && stream_shared_bytes(kernel) == Some(bytes), "{kernel}: {bytes}");
+            for (rows, fast, exact) in [
+                (1, "_1", "_1"),
+                (2, "_8", "_8"),
+                (4, "_8", "_8"),
+                (5, "_8", "_16"),
+                (8, "_8", "_16"),
+                (9, "_16", "_16"),
+            ] {
+                for (precision, name) in [(Precision::Fast, fast), (Precision::Exact, exact)] {
+                    let (_, kernel, _) = packed.few_rows(rows, precision);
+                    assert!(
+                        kernel.ends_with(name) && kernel == packed.kernel(rows, precision),
+                        "{kernel} for {rows} rows"
+                    );
+                }
             }
-            assert_eq!(packed.kernel(17), packed.unpack);
+            assert_eq!(packed.kernel(17, Precision::Fast), packed.unpack);
+            for few in &FEW_ROWS[1..] {
+                for shared_bytes_max in [SHARED_BYTES_LEAST, SHARED_BYTES_MAX] {
+                    let limits = StreamLimits { sms: 132, shared_bytes_max };
+                    for (n, groups_wanted) in [(14336u32, 7), (4096, 2), (6144, 3), (1024, 1), (16, 1)] {
+                        let (groups, turns) =
+                            few.warps(packed.pieces, 32, limits, |groups| n.div_ceil(groups * STREAM_ROWS));
+                        assert!(
+                            groups * turns <= FEW_WARPS
+                                && turns * few.turn_bytes(packed.pieces, groups) <= shared_bytes_max
+                        );
+                        if shared_bytes_max == SHARED_BYTES_MAX {
+                            assert_eq!(groups, groups_wanted, "{} with {n} rows", packed.format);
+                            assert!(groups * turns >= if n > 1024 { FEW_WARPS_WANTED } else { 8 });
+                        }
+                    }
+                }
+            }
         }
         assert_eq!(stream_shared_bytes("gemv_f16_1"), None);
+    }
+
+    /// `Pieces` and `FewWarp` of packed_few.cuh, records of packed_terms.cuh and columns of each format, against what is written here.
+    #[test]
+    fn kernels_have_the_same_constants() {
+        let source = |name: &str| {
+            let path = format!("{}/kernels/shared/{name}.cuh", env!("CARGO_MANIFEST_DIR"));
+            std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
+        };
+        let number = |text: &str, name: &str| -> u32 {
+            let rest = text.split_once(&format!(" {name} = ")).unwrap_or_else(|| panic!("no {name}")).1;
+            rest[..rest.find(|c: char| !c.is_ascii_digit()).unwrap()].parse().unwrap()
+        };
+        let kernels = include_str!("../../kernels/packed.cu");
+        assert!(kernels.contains("#if __CUDA_ARCH__ >= 900\n#define Q4_K_ROW_BLOCKS 3\n"));
+        let terms = source("packed_terms");
+        assert_eq!(number(&terms, "ROW_RECORD"), ROW_RECORD);
+        let tile = ["TILE_TERMS", "TILE_FACTORS", "TILE_SUMS"].map(|name| number(&terms, name));
+        assert_eq!(tile.iter().sum::<u32>(), TILE_RECORD);
+        assert_eq!(
+            (number(&source("packed_row"), "STREAM_WARPS"), number(&source("packed_few"), "FEW_WARPS")),
+            (STREAM_WARPS, FEW_WARPS)
+        );
+        for packed in &FORMATS {
+            let name = packed.unpack.strip_prefix("unpack_").unwrap();
+            let text = source(&format!("weight_{}", if name.starts_with("int4") { "int4" } else { name }));
+            let is = |what: &str| text.contains(what);
+            assert_eq!(number(&text, "RUNS"), packed.runs, "{name}");
+            assert_eq!(is("LEAST = true"), packed.least, "{name}");
+            assert!(!packed.least || is("ONE = TINY"), "{name}: sums are multiplied by 2^-24");
+            let upper = if is("UPPER = true") { 2 } else { 0 };
+            assert_eq!(8 / packed.runs + upper + number(&text, "HEADS"), packed.pieces, "{name}");
+            let column = match (packed.runs, packed.paired) {
+                (1, 1) => "return RUN * unit;",
+                (2, 1) if name.starts_with("int4") => "return 32 * unit + RUN * run;",
+                (2, 1) => "return BLOCK * unit + RUN * run;",
+                (2, 2) => "return unit / 2 * 64 + unit % 2 * RUN + 32 * run;",
+                (2, 4) => "return unit / 4 * 128 + unit % 4 * RUN + 64 * run;",
+                other => panic!("{name}: {other:?}"),
+            };
+            assert!(is(column), "{name}");
+            let launch = kernels.split_once(&format!("PACKED({name}, ")).unwrap().1.split(", ").nth(1).unwrap();
+            let launch = if launch == "Q4_K_ROW_BLOCKS" { "3" } else { launch };
+            assert_eq!(launch, packed.row_blocks.to_string(), "{name}");
+        }
     }
 
     #[test]

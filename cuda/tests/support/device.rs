@@ -14,7 +14,7 @@ use lagoon_cuda::kernels::boxes::KvMaps;
 use lagoon_cuda::kernels::experts::{Grouped, Mixture, Stored};
 use lagoon_cuda::kernels::latent::{HeadProductParams, LatentParams, head_product};
 use lagoon_cuda::kernels::linear::{Launches, Product, is_fused, workspace_bytes};
-use lagoon_cuda::kernels::packed::{self, Encoding, PackedProduct, factor_of};
+use lagoon_cuda::kernels::packed::{self, Encoding, PackedProduct, StreamLimits, Streamed, factor_of};
 use lagoon_cuda::kernels::pointwise::Activate;
 use lagoon_cuda::kernels::weight::{WeightLayout, arrange};
 use lagoon_cuda::kernels::{Launch, pointwise, weight_ld};
@@ -715,7 +715,11 @@ impl ShimDevice {
     fn packed_product(&mut self, product: &PackedProduct) {
         let precision = self.tuning.precision;
         if packed::is_streamed(product.product.rows) {
-            return self.launch(&product.stream());
+            let mut terms = room(product.stream_bytes(precision));
+            let limits = StreamLimits { sms: self.tuning.sms, shared_bytes_max: self.tuning.shared_bytes_max };
+            let Streamed { split, product } = product.stream(precision, limits, terms.as_mut_ptr() as u64);
+            self.launch(&split);
+            return self.launch(&product);
         }
         let mut elements = room(product.part_bytes(ROOM, precision));
         for part in product.parts(elements.as_mut_ptr() as u64, ROOM, precision) {

@@ -23,6 +23,9 @@ const FORMATS: [WeightFormat; 8] = [
     WeightFormat::Int4G128,
 ];
 
+/// Formats that are timed with smaller weights, too.
+const SMALL: [WeightFormat; 3] = [WeightFormat::Q8_0, WeightFormat::Fp8, WeightFormat::Q4K];
+
 /// The time of products of `rows` rows with weights of `n` rows and `k` columns.
 fn product(format: WeightFormat, rows: usize, n: usize, k: usize, copy: f64) -> anyhow::Result<Value> {
     let sms = Context::open(0)?.attributes().multiprocessors;
@@ -39,7 +42,7 @@ fn product(format: WeightFormat, rows: usize, n: usize, k: usize, copy: f64) -> 
     let rate = bytes as f64 / time.seconds();
     let tflop = 2.0 * (rows * n * k) as f64 / time.seconds() / 1e12;
     let Some(Encoding::Packed(packed)) = Encoding::of(format) else { anyhow::bail!("{format} has no kernels") };
-    let kernel = packed.kernel(u32::try_from(rows)?);
+    let kernel = packed.kernel(u32::try_from(rows)?, Precision::Fast);
     with(
         time.fields(),
         json!({ "kernel": kernel, "weight_bytes_of_copy_bandwidth": rate / copy, "tflop_per_s": tflop }),
@@ -54,6 +57,15 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
         for &rows in rows {
             let key = json!({ "format": format.to_string(), "rows": rows, "n": n, "k": k });
             out.row("rows", key, || product(format, rows, n, k, copy))?;
+        }
+    }
+    // Products with fewer weight rows, which occupy a device less.
+    if !args.smoke {
+        for (format, n) in SMALL.iter().flat_map(|format| [4096, 1024].map(|n| (*format, n))) {
+            for rows in [1, 16] {
+                let key = json!({ "format": format.to_string(), "rows": rows, "n": n, "k": k });
+                out.row("rows", key, || product(format, rows, n, k, copy))?;
+            }
         }
     }
     Ok(())
