@@ -22,14 +22,14 @@
 // multiprocessor's four a clock. None has been timed:
 //
 //   format     bytes  1 row (packed_row.cuh)  share  to 8 rows  share  to 16 rows  share
-//   Q8_0       2,176                     215   1.00        239   1.00         276   1.00
-//   FP8        2,112                     235   1.00        221   1.00         265   1.00
-//   Q6_K       1,680                     296   1.00        318   1.00         372   0.95
-//   Q5_K       1,408                     301   0.98        423   0.70         483   0.61
-//   Q4_K       1,152                     192   1.00        342   0.71         401   0.60
-//   Q4_0       1,152                     174   1.00        259   0.94         312   0.78
-//   MXFP4      1,088                     210   1.00        310   0.74         364   0.63
-//   INT4_G128  1,056                     197   1.00        216   1.00         231   0.96
+//   Q8_0       2,176                     215   1.00        248   1.00         284   1.00
+//   FP8        2,112                     235   1.00        228   1.00         275   1.00
+//   Q6_K       1,680                     296   1.00        327   1.00         382   0.93
+//   Q5_K       1,408                     301   0.98        429   0.69         489   0.61
+//   Q4_K       1,152                     192   1.00        348   0.70         407   0.60
+//   Q4_0       1,152                     174   1.00        265   0.92         318   0.76
+//   MXFP4      1,088                     210   1.00        319   0.72         373   0.61
+//   INT4_G128  1,056                     197   1.00        225   0.99         241   0.92
 //
 // With 16 rows the first-level cache and shared memory are busy for about 90 clocks of Q4_K's 100: terms 42, copies 40,
 // ldmatrix 8. Exact products have two terms: up to four rows in the kernel of eight columns, else up to eight in that of 16,
