@@ -2,11 +2,12 @@
 # Needs numpy. Prints one JSON object a line, and server logs to files beside it.
 #
 # Arguments: the lagoon program, a folder for 16 GB, "8b", "kv" (that model's KV on small layers) or "tiny", a backend ("cuda"), and
-# "pool" to leave out the loads of one instance.
+# "pool" to leave out the loads of one instance. LAGOON_UP_ARGS has further arguments of `lagoon up`.
 import atexit
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -174,6 +175,14 @@ def load(port, name, sizes):
         say(load=name, concurrency=at_once, prompt_tokens=prompt, answer_tokens=answer, report=report)
 
 
+def waits(port):
+    """What a pool's instances have waited for and sent since they started, and what they measured of themselves at start."""
+    kept = r"lagoon_(layer_partials_wait_seconds_(sum|count)|remote_attentions_total|wire_bytes_sent_total)[{ ].* (?!0$)"
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    status = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/lagoon/status", timeout=10))
+    say(waits=[line for line in text.splitlines() if re.match(kept, line)], calibration=status["instances"][0].get("calibration"))
+
+
 def same(a, b):
     """Words of both texts that are equal before the first that is not."""
     pairs = list(zip(a.split(" "), b.split(" ")))
@@ -194,10 +203,12 @@ whole, first, total, usage = complete(8100, document, ANSWER)
 say(long="alone", prompt_tokens=LONG, first_token_s=round(first, 3), total_s=round(total, 3), usage=usage)
 stop(alone)
 
-pool = serve(["up", model, "--served-model-name", "m", "--instances", "2", "--kv-tokens", str(KV)], 8200, "up")
+more = os.environ.get("LAGOON_UP_ARGS", "").split()
+pool = serve(["up", model, "--served-model-name", "m", "--instances", "2", "--kv-tokens", str(KV), *more], 8200, "up")
 text, first, total, usage = complete(8200, document, ANSWER)
 say(long="pooled over two", kv_tokens=KV, prompt_tokens=LONG, first_token_s=round(first, 3), total_s=round(total, 3),
     equal_words=same(whole, text), words=len(whole.split(" ")), usage=usage)
+waits(8200)
 text, first, total, usage = complete(8200, document, ANSWER)
 say(long="pooled, again", first_token_s=round(first, 3), total_s=round(total, 3), equal_words=same(whole, text), usage=usage)
 # Short requests beside a long one that is decoded over the pool.
