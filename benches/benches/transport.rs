@@ -43,12 +43,16 @@ struct Args {
     bench: bool,
 }
 
-/// Bytes out and back of each kind of round trip; 8 KB out and 16 KB back is a layer of an 8B model for one row, 4 MB out and back for
-/// 512 rows of a prompt.
+/// Bytes out and back of each kind of round trip; 8 KB out and 16 KB back is a layer of an 8B model for one row (partials in f32), 4 MB out
+/// and back for 512 rows of a prompt (in bf16).
 const SIZES: [(usize, usize); 5] =
     [(64, 64), (1 << 10, 2 << 10), (8 << 10, 16 << 10), (64 << 10, 128 << 10), (4 << 20, 4 << 20)];
-/// Bytes that are written at once; no answer is larger.
-const CHUNK: usize = 4 << 20;
+/// Bytes of a bulk transfer that are written at once.
+const CHUNK: usize = 1 << 20;
+/// Most bytes of a request or reply.
+const LARGEST: usize = 4 << 20;
+/// Bytes of all round trips of one size in one round, at most.
+const TRIPS_BYTES_MAX: usize = 256 << 20;
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A request asks for `back` bytes with its first four bytes.
@@ -138,8 +142,8 @@ impl Lagoon {
 
 /// Serves requests: 4 bytes of length, then the request; a length of 0 announces a bulk transfer of 8 bytes' size.
 async fn serve<R: AsyncReadExt + Unpin, W: AsyncWriteExt + Unpin>(mut recv: R, mut send: W) -> Result<()> {
-    let reply = vec![9; CHUNK];
-    let mut buffer = vec![0; CHUNK];
+    let reply = vec![9; LARGEST];
+    let mut buffer = vec![0; LARGEST];
     loop {
         let length = usize::try_from(recv.read_u32_le().await?)?;
         if length == 0 {
@@ -154,7 +158,7 @@ async fn serve<R: AsyncReadExt + Unpin, W: AsyncWriteExt + Unpin>(mut recv: R, m
         let request = buffer.get_mut(..length).context("a request of at most 4 MiB")?;
         recv.read_exact(request).await?;
         let back = reply_bytes(request)?;
-        send.write_all(reply.get(..back).context("a reply of at most 1 MiB")?).await?;
+        send.write_all(reply.get(..back).context("a reply of at most 4 MiB")?).await?;
     }
 }
 
@@ -199,7 +203,7 @@ async fn start_quinn(ca: &ClusterCa, far: &Handle) -> Result<Quinn> {
     });
     let (endpoint, connection) = pem.connect(addr, Tuning::Stock).await?;
     let (send, recv) = connection.open_bi().await?;
-    Ok((Stream { recv, send, buffer: vec![0; CHUNK] }, endpoint))
+    Ok((Stream { recv, send, buffer: vec![0; LARGEST] }, endpoint))
 }
 
 async fn start_tcp(far: &Handle) -> Result<Stream<tokio::net::tcp::OwnedReadHalf, tokio::net::tcp::OwnedWriteHalf>> {
@@ -214,7 +218,7 @@ async fn start_tcp(far: &Handle) -> Result<Stream<tokio::net::tcp::OwnedReadHalf
     let stream = TcpStream::connect(addr).await?;
     stream.set_nodelay(true)?;
     let (recv, send) = stream.into_split();
-    Ok(Stream { recv, send, buffer: vec![0; CHUNK] })
+    Ok(Stream { recv, send, buffer: vec![0; LARGEST] })
 }
 
 // --- measuring ---
@@ -263,10 +267,11 @@ async fn measure(args: &Args, far: &Handle) -> Result<[Party; 3]> {
             let mut framed = u32::try_from(out)?.to_le_bytes().to_vec();
             framed.extend_from_slice(&plain);
             let plain = Bytes::from(plain);
+            let trips = args.trips.min(TRIPS_BYTES_MAX / (out + back));
             let times = [
-                time_trips!(args.trips, lagoon.trip(&plain, back)),
-                time_trips!(args.trips, quinn.trip(&framed, back)),
-                time_trips!(args.trips, tcp.trip(&framed, back)),
+                time_trips!(trips, lagoon.trip(&plain, back)),
+                time_trips!(trips, quinn.trip(&framed, back)),
+                time_trips!(trips, tcp.trip(&framed, back)),
             ];
             for (party, time) in parties.iter_mut().zip(times) {
                 party.rounds_us.get_mut(size).context("a size")?.extend((round > 0).then_some(time));

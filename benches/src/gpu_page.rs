@@ -279,13 +279,14 @@ fn more_tables(report: &Value, out: &mut String) {
     table(out, "Decode attention", &columns, &list(report, "decode", "rows"));
     let columns = [
         ("weights", "/format"),
+        ("n", "/n"),
         ("rows", "/rows"),
         ("kernel", "/kernel"),
         ("us", "/us"),
         ("stored bytes of copy bandwidth", "/weight_bytes_of_copy_bandwidth"),
         ("TFLOP/s", "/tflop_per_s"),
     ];
-    let title = "Linear layer 4096 to 14336 with packed weights";
+    let title = "Linear layers of 4096 columns and n rows, packed weights";
     table(out, title, &columns, &list(report, "packed", "rows"));
 }
 

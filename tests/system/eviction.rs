@@ -17,7 +17,9 @@ fn pool() -> PoolSpec {
 }
 
 fn empty() -> World {
-    let spec = Spec { rows: false, host_cache_bytes: bytes(&pool(), HOST_BLOCKS), step_rows: 8, ..Spec::cpu(BLOCKS) };
+    // With a device that slow the oldest rBlocks are borrowed, whatever rates of links were measured.
+    let (host_cache_bytes, attention_flops) = (bytes(&pool(), HOST_BLOCKS), 1.0);
+    let spec = Spec { rows: false, host_cache_bytes, attention_flops, step_rows: 8, ..Spec::cpu(BLOCKS) };
     World::pool(pool(), None, &vec![spec; NODES])
 }
 
@@ -93,8 +95,7 @@ fn full_caches_delay_no_admission() {
             let mut world = full(copied);
             assert_full(&world, copied);
             let (got, evicted) = iterations(&mut world, blocks);
-            let not_later = got.iter().zip(expected).all(|(got, expected)| *got <= expected);
-            assert!(not_later, "{blocks} blocks, copied: {copied}: {got:?} steps, {expected:?} in an empty pool");
+            assert_eq!(got, expected, "{blocks} blocks, copied: {copied}");
             assert!(evicted >= u64::from(blocks), "{blocks} blocks, copied: {copied}: {evicted} evicted");
             assert_equals_single("full caches", &world, &pool());
             world.check_empty();

@@ -49,7 +49,7 @@ pub(crate) struct Subject {
     pub(crate) rings: bool,
 }
 
-/// Measures an executor that does not serve yet, in about `budget` (without the first step, however slow it is).
+/// Measures an executor that does not serve yet, in about 1.2 times `budget` (without the first step, however slow it is).
 pub(crate) fn calibrate<D: Device>(
     executor: &mut Executor<D>,
     subject: Subject,
@@ -64,9 +64,9 @@ pub(crate) fn calibrate<D: Device>(
     if subject.runs_requests {
         batches = bench.batches(budget.mul_f64(0.4))?;
         let slowest = batches.first().map_or(0.0, |p| p.step_us);
-        let (rows, first) = bench.prefill(budget.mul_f64(0.2), slowest)?;
-        prefill_us_per_token = us(first) / f64::from(rows);
-        prompt_attention_us_per_ktoken = bench.prompt_attention(budget.mul_f64(0.1), (rows, first))?;
+        let (rows, chunk) = bench.prefill(budget.mul_f64(0.3), slowest)?;
+        prefill_us_per_token = us(chunk) / f64::from(rows);
+        prompt_attention_us_per_ktoken = bench.prompt_attention(budget.mul_f64(0.2), rows, chunk)?;
         bench.clear(subject.slots.min(PREFILL_MAX.max(BATCH_MAX)))?;
     }
     executor.push(Command::Release { slots: std::iter::once(0..slots).collect() });
@@ -157,28 +157,30 @@ impl<D: Device> Bench<'_, D> {
         while rows > 1 && f64::from(rows) * slowest_us * runs_least() > us(budget) * 4.0 {
             rows /= 2;
         }
-        Ok((rows, self.fastest(|bench| bench.chunk(rows, 0))?))
+        Ok((rows, self.fastest(|bench| bench.chunk(rows, 0, true))?))
     }
 
-    /// Time of a row's attention over 1,024 tokens in all layers, in microseconds, in a chunk of `rows` rows that takes `first` without
-    /// a context. 0 with windows that are kept apart.
-    fn prompt_attention(&mut self, budget: Duration, (rows, first): (u32, Duration)) -> anyhow::Result<f64> {
+    /// Time of a row's attention over 1,024 tokens in all layers, in microseconds, in a chunk of `rows` rows, one of which takes about
+    /// `about`. 0, not measured: if two such chunks do not fit the budget, and if windowed KV is kept apart.
+    fn prompt_attention(&mut self, budget: Duration, rows: u32, about: Duration) -> anyhow::Result<f64> {
         let Subject { slots, positions, rings, .. } = self.subject;
         let longest = CONTEXT_MAX.min(slots).min(positions).saturating_sub(rows);
         let mut context = rows.min(longest);
-        if rings || context == 0 {
+        if rings || context == 0 || 2 * (1 + REPEATS_MIN) * about > budget {
             return Ok(0.0);
         }
         let begun = Instant::now();
+        let alone = self.fastest(|bench| bench.chunk(rows, 0, false))?;
         loop {
             let before = begun.elapsed();
-            let time = self.fastest(|bench| bench.chunk(rows, context))?;
+            let time = self.fastest(|bench| bench.chunk(rows, context, false))?;
             if context < longest && begun.elapsed() + 4 * (begun.elapsed() - before) <= budget {
                 context = (context * 4).min(longest);
                 continue;
             }
-            // As for decode attention: noise may exceed the difference.
-            let more = if time > first { time - first } else { time };
+            // A small difference may be noise: the whole time is an upper bound.
+            let more = time.saturating_sub(alone);
+            let more = if more > alone / 20 { more } else { time };
             return Ok(us(more) / f64::from(rows) / f64::from(context) * 1024.0);
         }
     }
@@ -190,12 +192,13 @@ impl<D: Device> Bench<'_, D> {
         self.forward(batch, seqs, runs)
     }
 
-    /// A prompt's chunk behind a context, whose KV is what the slots behind the chunk's have.
-    fn chunk(&mut self, rows: u32, context: u32) -> anyhow::Result<()> {
+    /// A prompt's chunk behind a context, for which nothing writes KV: its last row may be sampled only without one.
+    fn chunk(&mut self, rows: u32, context: u32, sampled: bool) -> anyhow::Result<()> {
         let before = KvRun { base: rows, len: context, first_pos: 0 };
         let own = KvRun { base: 0, len: rows, first_pos: context };
         let runs = if context > 0 { vec![before, own] } else { vec![own] };
-        let seq = SeqRows { rows, pos0: context, runs: 1 + u32::from(context > 0), ..self.seq(0) };
+        let mut seq = SeqRows { rows, pos0: context, runs: 1 + u32::from(context > 0), ..self.seq(0) };
+        seq.sample = seq.sample.filter(|_| sampled);
         self.forward(rows, vec![seq], runs)
     }
 

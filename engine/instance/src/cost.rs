@@ -9,12 +9,15 @@
 //!   on a layer, then the debtor's own attention to it, and the copies out of one store and into the other, which take
 //!   both devices' time in every chunk.
 //!
+//! The same times decide which rBlocks of a prompt are borrowed ([`CostModel::prefers_local`]).
+//!
 //! Round trip and bulk rate are measured for this creditor, the other times come from this instance's calibration; configured
 //! values replace measurements until there are some.
 
 use crate::cx::Cx;
 use lagoon_protocol::Calibration;
 use lagoon_types::{AttentionGeometry, DType, InstanceId, KvShape};
+use std::cmp::Reverse;
 
 /// Rate and round trip of the link to a creditor.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -38,7 +41,7 @@ pub struct OwnCost {
     /// Attention operations per second over KV that this instance attends to itself. Measured while decoding, which is
     /// bound by memory: a chunk of many rows is faster, so fetching is never overrated.
     pub attention_rate: f64,
-    /// As [`OwnCost::attention_rate`], and at least that, in a chunk of a prompt.
+    /// Attention operations per second in a chunk of a prompt; not below [`OwnCost::attention_rate`].
     pub prompt_attention_rate: f64,
     /// Seconds of one row of a chunk in one layer, without attention; 0 if not measured.
     pub row_layer_s: f64,
@@ -108,7 +111,7 @@ impl CostModel {
         let config = &cx.config;
         let known = match creditor {
             Some(creditor) => cx.peers.key(creditor).and_then(|peer| cx.peers.known(peer)),
-            None => cx.peers.iter().max_by_key(|known| known.bytes_per_s).copied(),
+            None => cx.peers.iter().max_by_key(|known| (known.bytes_per_s, Reverse(known.rtt_us))).copied(),
         };
         let (rtt_us, bytes_per_s) = known.map_or((0, 0), |k| (k.rtt_us, k.bytes_per_s));
         Self {

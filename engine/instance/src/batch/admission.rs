@@ -8,6 +8,7 @@ use super::others::PrefillQueries;
 use super::policy::{Attempt, Short, Sources};
 use super::sequence::{Need, Sequence};
 use super::{Batch, policy};
+use crate::config::RemotePolicy;
 use crate::cost::CostModel;
 use crate::cx::Cx;
 use crate::outcome::Outcome;
@@ -281,14 +282,16 @@ impl Batch {
         }
     }
 
-    /// Whether the oldest rBlocks of a waiting sequence that borrows so many are better local. Not with windows: layers soon ask nobody for
-    /// what is behind theirs.
+    /// Whether the oldest rBlocks of a waiting sequence that borrows so many are better local. Models with windows always borrow the
+    /// oldest: after one window no layer reads them.
     fn is_local_first(&self, cx: &Cx, id: SeqId, borrowed: u32) -> bool {
         if cx.config.window.is_some() || !cx.config.layer_windows.pooled.is_empty() {
             return false;
         }
+        // Fetched KV is attended to here wherever it is from.
+        let fetches = cx.config.remote == RemotePolicy::Fetch && cx.config.fetch_tokens > 0;
         let rows = self.seqs.get(&id).map_or(0, |seq| seq.len().min(cx.config.sched.step_rows));
-        CostModel::towards(cx, None).prefers_local(rows, borrowed.saturating_mul(cx.config.block_tokens))
+        fetches || CostModel::towards(cx, None).prefers_local(rows, borrowed.saturating_mul(cx.config.block_tokens))
     }
 
     /// True if a waiting sequence of `needed` rBlocks, which must borrow, can. False if no gManager can be asked: it

@@ -103,7 +103,7 @@ pub(super) enum Sources {
 }
 
 /// Where the `needed` rBlocks of a waiting sequence come from, with `room` free ones here. Shared prefix blocks
-/// (`shareable`) need no memory, unless the oldest blocks are borrowed. `whole`: a prompt for a decode worker, which
+/// (`shareable`) need no memory, unless blocks are borrowed. `whole`: a prompt for a decode worker, which
 /// lies here as a whole.
 ///
 /// The newest rBlocks are local, so that decoding grows in local memory. `local_first`: rows ask creditors only from the first borrowed

@@ -299,8 +299,8 @@ impl Moves {
         blocks.filter(|(block, placement)| at_source(placement) && !moving.contains(block)).collect()
     }
 
-    /// Chooses at most `n` of the candidates: the oldest local ones, or the newest remote ones, so that the local
-    /// blocks stay one run at the sequence's end. With `first`, those from that block on.
+    /// Chooses at most `n` of the candidates: the oldest local ones, or the newest remote ones, so that the newest
+    /// blocks are local. With `first`, those from that block on.
     fn choose(
         &self,
         cx: &Cx,
