@@ -9,7 +9,7 @@ use crate::event::Effect;
 use crate::outcome::Outcome;
 use lagoon_kv::{Freed, Owner};
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MS};
-use lagoon_types::{Chunk, FinishReason, RequestError, SeqId, TokenEvent};
+use lagoon_types::{CachedTokens, Chunk, FinishReason, RequestError, SeqId, TokenEvent};
 
 impl Batch {
     /// Cancels a sequence's borrow and ends its wait for memory.
@@ -119,6 +119,7 @@ impl Batch {
         self.requeue(id, cx.now_ms);
         if let Some(seq) = self.seqs.get_mut(&id) {
             (seq.admit_by_ms, seq.search) = (cx.now_ms + ADMISSION_DEADLINE_MS, PoolSearch::Due);
+            seq.preempted = true;
         }
         cx.emit(Outcome::Preempted { seq: id });
     }
@@ -137,6 +138,9 @@ impl Batch {
         if let Some(window) = seq.window.take() {
             cx.memory.rm.pool.free(Owner::Own(id), &window.blocks);
         }
+        // What was found before it began is found again, or not.
+        let prompt = seq.prompt.as_mut().filter(|_| seq.began_ms.is_none());
+        prompt.into_iter().for_each(|prompt| prompt.cached = CachedTokens::default());
         seq.leases.clear();
         (seq.joint, seq.first_due) = (None, Vec::new());
         (seq.hashed, seq.sharing, seq.loading) = (0, None, None);

@@ -108,7 +108,8 @@ impl Batch {
             self.sched.skip(id, known);
             let found = CachedTokens::on_device(known);
             cx.memory.prefix.note_found(found, f64::from(known) * row_us);
-            seq.prompt.iter_mut().for_each(|prompt| prompt.cached += found);
+            let prompt = seq.prompt.as_mut().filter(|_| !seq.preempted);
+            prompt.into_iter().for_each(|prompt| prompt.cached += found);
             cx.memory.prefix.note_shared(1);
             match joined.mapped {
                 Some(from) => mapped.push((from, joined.block)),

@@ -201,6 +201,8 @@ pub(crate) struct Sequence {
     pub(crate) admit_by_ms: u64,
     /// When all KV of its prompt had been read from the prefill worker.
     pub(crate) pulled_ms: Option<u64>,
+    /// It was preempted: what it finds cached may be its own blocks.
+    pub(crate) preempted: bool,
     /// When it first had its memory and joined the batch.
     pub(crate) began_ms: Option<u64>,
 }
@@ -249,6 +251,7 @@ impl Sequence {
             swap_after_ms: 0,
             admit_by_ms: since_ms + ADMISSION_DEADLINE_MS,
             pulled_ms: None,
+            preempted: false,
             began_ms: None,
         };
         seq.count_tokens(request.answered);
