@@ -13,7 +13,7 @@
 // blocks a multiprocessor make 32 to 64 KB, and latency asks for 29 KB (4.8 TB/s times 0.8 µs over 132).
 //
 // Exact products take activations as the sum of three terms of the weights' type, which is all of an f32. On an H200 they read
-// weights at 0.78 of the copy rate with 8 rows and 0.46 with 16 (docs/gpu.md), so fast ones have one term (bf16), or two (f16, whose
+// weights at 0.77 of the copy rate with 8 rows and 0.45 with 16 (docs/gpu.md), so fast ones have one term (bf16), or two (f16, whose
 // small numbers have fewer bits).
 //
 // An up projection applies its activation to the sums. It writes n f32 a row, where a product and an activation of their own write
