@@ -152,7 +152,7 @@ fn activations_beyond_f16_do_not_overflow() {
 /// Rows of packed weights for few rows of activations, of which each, and each chunk of 128 columns, has its own magnitude, some beyond
 /// f16: `chunks` chunks, and a part of one where the format's blocks are shorter. Products of more than eight rows are added to what is
 /// there.
-fn packed_few_rows(packed: &Packed, precision: Precision, rows: usize, (chunks, n): (usize, usize), kernel: &str) {
+fn packed_few_rows(packed: &Packed, precision: Precision, rows: usize, (chunks, n): (usize, usize)) {
     let mut device = ShimDevice::open().expect("the shim");
     device.tuning.precision = precision;
     // Groups of warps with weight rows of their own; with few rows a block has one.
@@ -172,7 +172,6 @@ fn packed_few_rows(packed: &Packed, precision: Precision, rows: usize, (chunks, 
     device.matmul(&x, &weight, rows, mode, &mut out).expect("matmul");
     let before = if rows > 8 { f64::from(before) } else { 0.0 };
     let name = packed.kernel(number(rows), precision);
-    assert!(name.ends_with(kernel), "{name}");
     for (i, got) in out.data.iter().enumerate() {
         let (x, weights) = (&values[i / n * k..][..k], &exact[i % n * k..][..k]);
         let products = || x.iter().zip(weights).map(|(x, w)| f64::from(*x) * f64::from(*w));
@@ -187,17 +186,9 @@ fn packed_few_rows(packed: &Packed, precision: Precision, rows: usize, (chunks, 
 #[test]
 fn packed_weights_with_few_rows_have_22_bits_of_activations_or_11() {
     for packed in &FORMATS {
-        for (rows, fast, exact) in [
-            (1, "_1", "_1"),
-            (2, "_8", "_8"),
-            (4, "_8", "_8"),
-            (5, "_8", "_16"),
-            (8, "_8", "_16"),
-            (9, "_16", "_16"),
-            (16, "_16", "_16"),
-        ] {
-            packed_few_rows(packed, Precision::Fast, rows, (2, 35), fast);
-            packed_few_rows(packed, Precision::Exact, rows, (2, 35), exact);
+        for rows in [1, 2, 4, 5, 8, 9, 16] {
+            packed_few_rows(packed, Precision::Fast, rows, (2, 35));
+            packed_few_rows(packed, Precision::Exact, rows, (2, 35));
         }
     }
 }
@@ -206,11 +197,11 @@ fn packed_weights_with_few_rows_have_22_bits_of_activations_or_11() {
 #[test]
 fn packed_weights_of_many_columns() {
     for packed in &FORMATS {
-        packed_few_rows(packed, Precision::Exact, 1, (37, 450), "_1");
-        packed_few_rows(packed, Precision::Exact, 3, (30, 17), "_8");
-        packed_few_rows(packed, Precision::Fast, 6, (30, 67), "_8");
-        packed_few_rows(packed, Precision::Exact, 10, (18, 35), "_16");
-        packed_few_rows(packed, Precision::Fast, 16, (5, 130), "_16");
+        packed_few_rows(packed, Precision::Exact, 1, (37, 450));
+        packed_few_rows(packed, Precision::Exact, 3, (30, 17));
+        packed_few_rows(packed, Precision::Fast, 6, (30, 67));
+        packed_few_rows(packed, Precision::Exact, 10, (18, 35));
+        packed_few_rows(packed, Precision::Fast, 16, (5, 130));
     }
 }
 
