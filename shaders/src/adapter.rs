@@ -4,6 +4,7 @@
 
 use crate::kernel::{BINDINGS_MAX, WORKGROUP_BYTES, WORKGROUP_INVOCATIONS};
 use lagoon_backend::{DeviceError, PciAddress};
+use std::ops::RangeInclusive;
 use wgpu::{Adapter, Backends, DeviceType, Features, Instance, InstanceDescriptor, Limits};
 
 /// Share of the memory budget that the driver reports (Vulkan, DX12) beyond which buffers are refused.
@@ -50,8 +51,8 @@ pub struct AdapterSummary {
     pub software: bool,
     /// Shaders may use f16.
     pub f16: bool,
-    /// Invocations of the largest subgroup, if shaders may use subgroups.
-    pub subgroup: Option<u32>,
+    /// Invocations of a subgroup, if shaders may use subgroups.
+    pub subgroup: Option<RangeInclusive<u32>>,
     /// Largest buffer, and largest binding of one to a kernel, in bytes; larger weights are sharded.
     pub buffer_bytes_max: u64,
     pub binding_bytes_max: u64,
@@ -96,7 +97,10 @@ fn summary(adapter: &Adapter) -> AdapterSummary {
         backend: info.backend.to_string(),
         driver,
         f16: adapter.features().contains(Features::SHADER_F16),
-        subgroup: adapter.features().contains(Features::SUBGROUP).then_some(info.subgroup_max_size),
+        subgroup: adapter
+            .features()
+            .contains(Features::SUBGROUP)
+            .then_some(info.subgroup_min_size..=info.subgroup_max_size),
         buffer_bytes_max: limits.max_buffer_size,
         binding_bytes_max: limits.max_storage_buffer_binding_size,
         workgroup_bytes: limits.max_compute_workgroup_storage_size,

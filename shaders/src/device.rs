@@ -505,7 +505,7 @@ impl Device for WgpuDevice {
         let class = class_of(geometry)?;
         // Runs over many shards may need more parts than fit a binding, which wide tiles reach sooner.
         let tile = match self.gpu.wide_kernels() && kv.layers[layer].len() == 1 {
-            true => plan::software_tile(batch, class, kv.shape.dtype),
+            true => plan::software_tile(batch, class, kv.shape.dtype, self.gpu.lanes()),
             false => Tile::Narrow,
         };
         self.gpu.begin()?;

@@ -109,8 +109,8 @@ impl Gpu {
                 .min(limits.max_storage_buffer_binding_size)
                 .min(limits.max_buffer_size),
             native_f16: summary.f16 && options.native_f16,
-            teams: match summary.subgroup {
-                Some(most) if options.subgroups => Teams::Subgroup { most },
+            teams: match &summary.subgroup {
+                Some(sizes) if options.subgroups => Teams::Subgroup { least: *sizes.start(), most: *sizes.end() },
                 _ => Teams::Workgroup,
             },
             wide_kernels: summary.software && options.wide_kernels,
@@ -154,6 +154,11 @@ impl Gpu {
     /// Whether kernels make as many results an invocation as only a device without a register file can.
     pub(crate) fn wide_kernels(&self) -> bool {
         self.wide_kernels
+    }
+
+    /// Invocations of a wide kernel that load for each other.
+    pub(crate) fn lanes(&self) -> u32 {
+        self.teams.lanes()
     }
 
     /// A zeroed storage buffer of `bytes` bytes, rounded up to 16.

@@ -116,7 +116,8 @@ impl Encoding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Teams {
     Subgroup {
-        /// Invocations of the largest subgroup.
+        /// Invocations of the smallest and of the largest subgroup.
+        least: u32,
         most: u32,
     },
     Workgroup,
@@ -129,10 +130,19 @@ impl Teams {
     /// Outputs of a workgroup for one row, at least.
     pub(crate) fn outputs(self) -> u32 {
         let teams = match self {
-            Self::Subgroup { most } => 64 / most.clamp(1, 64),
+            Self::Subgroup { most, .. } => 64 / most.clamp(1, 64),
             Self::Workgroup => 2,
         };
         SPAN * teams
+    }
+
+    /// Invocations that load for each other in wide kernels, whose workgroups have eight: a subgroup, if all are as large and divide
+    /// that; otherwise each for itself.
+    pub(crate) fn lanes(self) -> u32 {
+        match self {
+            Self::Subgroup { least: lanes @ (4 | 8), most } if most == lanes => lanes,
+            _ => 1,
+        }
     }
 }
 
@@ -507,7 +517,10 @@ impl Kernel {
         for (name, value) in self.constants() {
             out = out.replace(&format!("${{{name}}}"), &value.to_string());
         }
-        repeat(&out)
+        let lanes = teams.lanes();
+        out = out.replace("${LANES}", &lanes.to_string());
+        out = out.replace("${BROADCAST}", if lanes == 1 { "itself" } else { "subgroupBroadcast" });
+        repeat(&out, lanes)
     }
 }
 
@@ -552,6 +565,10 @@ fn shared_source(name: &str, encoding: Encoding, teams: Teams) -> &'static str {
         "team" => match teams {
             Teams::Subgroup { .. } => include_str!("../wgsl/shared/team_subgroup.wgsl"),
             Teams::Workgroup => include_str!("../wgsl/shared/team.wgsl"),
+        },
+        "lanes" => match teams.lanes() {
+            1 => include_str!("../wgsl/shared/lanes.wgsl"),
+            _ => include_str!("../wgsl/shared/lanes_subgroup.wgsl"),
         },
         "products" => include_str!("../wgsl/shared/products.wgsl"),
         "tile" => include_str!("../wgsl/shared/tile.wgsl"),
@@ -617,8 +634,9 @@ fn include(source: &str, encoding: Encoding, teams: Teams, out: &mut String) {
     }
 }
 
-/// `source` with its lines `//#each N TEXT` replaced by N lines of TEXT, in which `${i}` counts from 0. N may be a quotient `A/B`.
-fn repeat(source: &str) -> String {
+/// `source` with its lines `//#each N TEXT` replaced by N lines of TEXT, in which `${i}` counts from 0, and `${i/LANES}` and
+/// `${i%LANES}` are its quotient and remainder. N may be a quotient `A/B`.
+fn repeat(source: &str, lanes: u32) -> String {
     let mut out = String::new();
     for line in source.lines() {
         let Some((count, text)) = line.trim_start().strip_prefix("//#each ").and_then(|rest| rest.split_once(' '))
@@ -629,7 +647,9 @@ fn repeat(source: &str) -> String {
         let (all, by) = count.split_once('/').unwrap_or((count, "1"));
         let number = |text: &str| text.parse::<u32>().expect("a count");
         for i in 0..number(all) / number(by) {
-            out.extend([text.replace("${i}", &i.to_string()).as_str(), "\n"]);
+            let line = text.replace("${i}", &i.to_string());
+            let line = line.replace("${i/LANES}", &(i / lanes).to_string());
+            out.extend([line.replace("${i%LANES}", &(i % lanes).to_string()).as_str(), "\n"]);
         }
     }
     out

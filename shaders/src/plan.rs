@@ -85,15 +85,15 @@ struct Work {
 }
 
 /// The tile for an adapter without a register file. [`Tile::Wide`] is for heads of [`HeadClass::D64`] in plain element types, as
-/// compilers take minutes for longer ones. For the same keys it takes up to 1.5 times as long as [`Tile::Narrow`], whether its items
-/// exist or not.
-pub(crate) fn software_tile(batch: &AttnBatch<'_>, class: HeadClass, dtype: KvDType) -> Tile {
+/// compilers take minutes for longer ones. For the same keys it takes 0.4 times as long as [`Tile::Narrow`], whether its items exist or
+/// not, if invocations load for each other (`lanes` of them), and up to 1.5 times if each loads for itself.
+pub(crate) fn software_tile(batch: &AttnBatch<'_>, class: HeadClass, dtype: KvDType, lanes: u32) -> Tile {
     let cost = |tile: Tile| -> u64 {
         let tiles = |seq: &AttnRows| u64::from((seq.rows * batch.geometry.group()).div_ceil(tile.items()));
         batch.seqs.iter().map(|seq| tiles(seq) * u64::from(seq.pos0 + seq.rows)).sum()
     };
     let can = class == HeadClass::D64 && dtype.plain().is_some();
-    if can && 3 * cost(Tile::Wide) < 2 * cost(Tile::Narrow) { Tile::Wide } else { Tile::Narrow }
+    if can && (lanes > 1 || 3 * cost(Tile::Wide) < 2 * cost(Tile::Narrow)) { Tile::Wide } else { Tile::Narrow }
 }
 
 /// Plans `batch`.
@@ -347,8 +347,11 @@ mod tests {
                     (HeadClass::D64, KvDType::F32 | KvDType::F16 | KvDType::BF16) if wide => Tile::Wide,
                     _ => Tile::Narrow,
                 };
-                let got = software_tile(&batch, class, dtype);
+                let got = software_tile(&batch, class, dtype, 1);
                 assert_eq!(got, tile, "{class:?} {dtype} group {group} sequences {seqs:?}");
+                // Loads for each other make any tile worth it.
+                let can = class == HeadClass::D64 && dtype.plain().is_some();
+                assert_eq!(software_tile(&batch, class, dtype, 8) == Tile::Wide, can, "{class:?} {dtype}");
             }
         }
     }

@@ -8,7 +8,8 @@ use naga::{AddressSpace, Module, TypeInner};
 
 /// Every kernel, by subgroups and without.
 fn composed() -> impl Iterator<Item = (Kernel, Module, ModuleInfo)> {
-    let teams = [Teams::Workgroup, Teams::Subgroup { most: 64 }];
+    let subgroup = |least, most| Teams::Subgroup { least, most };
+    let teams = [Teams::Workgroup, subgroup(4, 64), subgroup(4, 4), subgroup(8, 8)];
     let all = Kernel::all().into_iter().flat_map(move |kernel| teams.map(|teams| (kernel, teams)));
     // The same text for both is checked once.
     let differ = |(kernel, teams): &(Kernel, Teams)| {

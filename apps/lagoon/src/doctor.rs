@@ -202,7 +202,11 @@ fn adapters(gpus: &mut Vec<Gpu>) -> Vec<Check> {
     let row = |(number, a): (usize, &lagoon_shaders::AdapterSummary)| {
         let kind = if a.software { "software, used only when asked for" } else { "GPU" };
         let f16 = if a.f16 { "f16" } else { "no f16" };
-        let subgroups = a.subgroup.map_or("no subgroups".to_owned(), |most| format!("subgroups of {most}"));
+        let subgroups = match &a.subgroup {
+            None => "no subgroups".to_owned(),
+            Some(sizes) if sizes.start() == sizes.end() => format!("subgroups of {}", sizes.end()),
+            Some(sizes) => format!("subgroups of {} to {}", sizes.start(), sizes.end()),
+        };
         let (features, mib) = (format!("{f16}, {subgroups}"), a.binding_bytes_max >> 20);
         let text =
             format!("{number}: {} ({}, {}; {kind}; {features}; bindings of {mib} MiB)", a.name, a.backend, a.driver);

@@ -1,9 +1,11 @@
 // Micro attention for adapters that have no register file (software): an invocation serves eight items of a tile of 64, with four
 // keys at a time. There a load costs each invocation several times an addition, also from workgroup memory and also where
-// all read the same, so that keys and values are loaded once for eight items, and queries and outputs stay in names.
+// all read the same, so that keys and values are loaded once for eight items and by one invocation of a subgroup for all, and
+// queries and outputs stay in names.
 //#include attention_works
 //#include rows
 //#include softcap
+//#include lanes
 
 // Queries, then outputs, of each invocation's eight items. Each touches its own alone: what happens once for each quad is a loop over
 // this memory. As branches in a row it takes Mesa ten times as long to compile.
@@ -36,21 +38,39 @@ fn four(at: u32, i: u32) -> mat4x4<f32> {
     return mat4x4<f32>(quads[first], quads[first + 1u], quads[first + 2u], quads[first + 3u]);
 }
 
-// Quad `quad` of the rows of four keys or values, by columns. Where a head ends before, its last quad again: the queries are zeros
-// there.
-fn rows(at: vec4<u32>, quad: u32) -> mat4x4<f32> {
-    let e = min(quad, params.head_quads - 1u);
-    return mat4x4<f32>(widen_row(at.x, e), widen_row(at.y, e), widen_row(at.z, e), widen_row(at.w, e));
+// Four quads of the rows of four keys or values: quad by quad, by columns.
+struct Quads {
+    a: mat4x4<f32>,
+    b: mat4x4<f32>,
+    c: mat4x4<f32>,
+    d: mat4x4<f32>,
+}
+
+// Quads 4i to 4i + 3. Where a head ends before, its last quad again: the queries are zeros there.
+fn four_rows(at: vec4<u32>, i: u32, lane: u32) -> Quads {
+    // Load n of the 16 is of row n % 4.
+    //#each 16/${LANES} let y${i} = quad_of_row(at, i * 4u, ${i}u * ${LANES}u + lane);
+    //#each 16 let q${i} = ${BROADCAST}(y${i/LANES}, ${i%LANES}u);
+    return Quads(
+        mat4x4<f32>(q0, q1, q2, q3),
+        mat4x4<f32>(q4, q5, q6, q7),
+        mat4x4<f32>(q8, q9, q10, q11),
+        mat4x4<f32>(q12, q13, q14, q15),
+    );
+}
+
+fn quad_of_row(at: vec4<u32>, first: u32, n: u32) -> vec4<f32> {
+    return widen_row(at[n % 4u], min(first + n / 4u, params.head_quads - 1u));
 }
 
 // Four quads of a query times those of four keys.
-fn dots(q: mat4x4<f32>, a: mat4x4<f32>, b: mat4x4<f32>, c: mat4x4<f32>, d: mat4x4<f32>) -> vec4<f32> {
-    return q[0] * a + q[1] * b + q[2] * c + q[3] * d;
+fn dots(q: mat4x4<f32>, keys: Quads) -> vec4<f32> {
+    return q[0] * keys.a + q[1] * keys.b + q[2] * keys.c + q[3] * keys.d;
 }
 
 // Four quads of four values, by the values' weights.
-fn weighed(p: vec4<f32>, a: mat4x4<f32>, b: mat4x4<f32>, c: mat4x4<f32>, d: mat4x4<f32>) -> mat4x4<f32> {
-    return mat4x4<f32>(a * p, b * p, c * p, d * p);
+fn weighed(p: vec4<f32>, values: Quads) -> mat4x4<f32> {
+    return mat4x4<f32>(values.a * p, values.b * p, values.c * p, values.d * p);
 }
 
 // Four keys of consecutive positions: the first one's, and how many there are.
@@ -96,12 +116,10 @@ fn slope_of(item: u32, kv_head: u32) -> f32 {
 }
 
 @compute @workgroup_size(8)
-fn wide(
-    @builtin(workgroup_id) wid: vec3<u32>,
-    @builtin(num_workgroups) wcount: vec3<u32>,
-    @builtin(local_invocation_index) tid: u32,
-) {
-    let index = linear_workgroup(wid, wcount);
+fn wide(own: Invocation) {
+    let tid = own.tid;
+    let lane = lane_of(own);
+    let index = linear_workgroup(own.wid, own.wcount);
     if index >= params.work_count * params.kv_heads {
         return;
     }
@@ -131,10 +149,10 @@ fn wide(
             let at = slots * params.slot_quads + key_quads;
             let keys = Keys(pos + k, len - k);
             //#each 8 var s${i} = vec4<f32>();
-            //#each ${HEAD_QUADS}/4 { let a = rows(at, ${i}u * 4u); let b = rows(at, ${i}u * 4u + 1u); let c = rows(at, ${i}u * 4u + 2u); let d = rows(at, ${i}u * 4u + 3u); s0 += dots(qa${i}, a, b, c, d); s1 += dots(qb${i}, a, b, c, d); s2 += dots(qc${i}, a, b, c, d); s3 += dots(qd${i}, a, b, c, d); s4 += dots(qe${i}, a, b, c, d); s5 += dots(qf${i}, a, b, c, d); s6 += dots(qg${i}, a, b, c, d); s7 += dots(qh${i}, a, b, c, d); }
+            //#each ${HEAD_QUADS}/4 { let r = four_rows(at, ${i}u, lane); s0 += dots(qa${i}, r); s1 += dots(qb${i}, r); s2 += dots(qc${i}, r); s3 += dots(qd${i}, r); s4 += dots(qe${i}, r); s5 += dots(qf${i}, r); s6 += dots(qg${i}, r); s7 += dots(qh${i}, r); }
             //#each 8 m${i} = next(m${i}, s${i}, keys, item${i}, slope${i}, work);
             let values = at + params.values;
-            //#each ${HEAD_QUADS}/4 { let a = rows(values, ${i}u * 4u); let b = rows(values, ${i}u * 4u + 1u); let c = rows(values, ${i}u * 4u + 2u); let d = rows(values, ${i}u * 4u + 3u); oa${i} = oa${i} * m0.decay + weighed(m0.weights, a, b, c, d); ob${i} = ob${i} * m1.decay + weighed(m1.weights, a, b, c, d); oc${i} = oc${i} * m2.decay + weighed(m2.weights, a, b, c, d); od${i} = od${i} * m3.decay + weighed(m3.weights, a, b, c, d); oe${i} = oe${i} * m4.decay + weighed(m4.weights, a, b, c, d); of${i} = of${i} * m5.decay + weighed(m5.weights, a, b, c, d); og${i} = og${i} * m6.decay + weighed(m6.weights, a, b, c, d); oh${i} = oh${i} * m7.decay + weighed(m7.weights, a, b, c, d); }
+            //#each ${HEAD_QUADS}/4 { let r = four_rows(values, ${i}u, lane); oa${i} = oa${i} * m0.decay + weighed(m0.weights, r); ob${i} = ob${i} * m1.decay + weighed(m1.weights, r); oc${i} = oc${i} * m2.decay + weighed(m2.weights, r); od${i} = od${i} * m3.decay + weighed(m3.weights, r); oe${i} = oe${i} * m4.decay + weighed(m4.weights, r); of${i} = of${i} * m5.decay + weighed(m5.weights, r); og${i} = og${i} * m6.decay + weighed(m6.weights, r); oh${i} = oh${i} * m7.decay + weighed(m7.weights, r); }
         }
         left -= len;
         span += 1u;
