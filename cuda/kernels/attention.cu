@@ -1,6 +1,7 @@
 // Micro attention: a few rows, many rows, whatever is left, and the reduction of pieces. See shared/attention_*.cuh.
 #include "shared/attention_any.cuh"
 #include "shared/attention_decode.cuh"
+#include "shared/attention_fp8.cuh"
 #include "shared/attention_prefill.cuh"
 #include "shared/attention_wgmma.cuh"
 
@@ -30,6 +31,20 @@ ATTENTION(bf16, 96)
 ATTENTION(bf16, 128)
 ATTENTION(bf16, 256)
 
+#define ATTENTION_FP8(D)                                                                    \
+    KERNEL(attention_decode_fp8_##D, 256, 1, AttentionParams) { attention_decode<e4m3, D>(p); } \
+    PREFILL_FP8(D, exact, 2)                                                                \
+    PREFILL_FP8(D, fast, 1)
+#define PREFILL_FP8(D, KIND, TERMS)                                                         \
+    KERNEL(attention_prefill_fp8_##D##_##KIND, 128, 1, AttentionParams) {                   \
+        attention_prefill<bf16, D, TERMS, false, WideningCopy<D, PREFILL_THREADS>>(p);      \
+    }
+
+ATTENTION_FP8(64)
+ATTENTION_FP8(96)
+ATTENTION_FP8(128)
+ATTENTION_FP8(256)
+
 // For devices that give a block 99 KB of shared memory, where the shapes above need more.
 #define SMALL_PREFILL(TYPE, D, KIND, TERMS)                                          \
     KERNEL(attention_prefill_##TYPE##_##D##_##KIND##_small, 128, 1, AttentionParams) { \
@@ -44,6 +59,16 @@ SMALL_PREFILL(bf16, 96, exact, 2)
 SMALL_PREFILL(bf16, 128, exact, 2)
 SMALL_PREFILL(bf16, 128, fast, 1)
 SMALL_PREFILL(bf16, 256, fast, 1)
+
+#define SMALL_PREFILL_FP8(D, KIND, TERMS)                                                   \
+    KERNEL(attention_prefill_fp8_##D##_##KIND##_small, 128, 1, AttentionParams) {           \
+        attention_prefill<bf16, D, TERMS, true, WideningCopy<D, PREFILL_THREADS>>(p);       \
+    }
+
+SMALL_PREFILL_FP8(96, exact, 2)
+SMALL_PREFILL_FP8(128, exact, 2)
+SMALL_PREFILL_FP8(128, fast, 1)
+SMALL_PREFILL_FP8(256, fast, 1)
 
 // Warpgroup products and the copy engine exist on compute capability 9.0 only: on others these kernels are not in the fatbin.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(LAGOON_SHIM)

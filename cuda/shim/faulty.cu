@@ -35,7 +35,7 @@ KERNEL(faulty, 64, 1, GatherParams) {
             }
             break;
         case 5:  // a copy that is not waited for
-            copy_async(shared_address(shared + 16 * thread), at<unsigned char>(p.x) + 16 * thread, true);
+            copy_async(shared_address(shared + 16 * thread), at<unsigned char>(p.x) + 16 * thread, 16);
             copy_commit();
             out[thread] = words[4 * thread];
             copy_wait<0>();
@@ -44,14 +44,14 @@ KERNEL(faulty, 64, 1, GatherParams) {
             out[thread] = shared[p.pad];
             break;
         case 7:  // a copy to an address that is not aligned
-            copy_async(shared_address(shared + 4 * thread), at<unsigned char>(p.x), true);
+            copy_async(shared_address(shared + 4 * thread), at<unsigned char>(p.x), 16);
             break;
         case 8:  // a thread that ends while its copy is in progress
-            copy_async(shared_address(shared), at<unsigned char>(p.x), true);
+            copy_async(shared_address(shared), at<unsigned char>(p.x), 16);
             copy_commit();
             break;
         case 9:  // a masked copy from an address without memory (or, for `pad`, with)
-            copy_async(shared_address(shared + 16 * thread), at<unsigned char>(p.pad ? p.x : 4096), false);
+            copy_async(shared_address(shared + 16 * thread), at<unsigned char>(p.pad ? p.x : 4096), 0);
             copy_commit();
             copy_wait<0>();
             break;

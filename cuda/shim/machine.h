@@ -61,7 +61,7 @@ struct Dim {
 struct Copy {
     uintptr_t to;
     const void* from;
-    bool valid;
+    uint32_t bytes;
 };
 
 // Meeting point of the lanes of a warp, or of the threads of a block.
@@ -335,21 +335,19 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) { load_four(r
 namespace shim {
 inline void perform(const Copy& copy) {
     void* to = reinterpret_cast<void*>(copy.to);
-    if (copy.valid) {
-        memcpy(to, copy.from, 16);
-    } else {
-        memset(to, 0, 16);
-    }
+    memset(to, 0, 16);
+    memcpy(to, copy.from, copy.bytes);
 }
 }  // namespace shim
 
-inline void copy_async(SharedAddress to, const void* from, bool valid) {
+inline void copy_async(SharedAddress to, const void* from, uint32_t bytes) {
+    if (bytes > 16) shim::fail("cp.async of more than 16 bytes");
     if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
         shim::fail("cp.async between addresses that are not aligned to 16 bytes");
     }
     // An address is translated also where nothing is copied from it.
     static_cast<void>(*static_cast<const volatile unsigned char*>(from));
-    const shim::Copy copy = {to, from, valid};
+    const shim::Copy copy = {to, from, bytes};
     if (shim::block->eager_copies) {
         shim::perform(copy);
     } else {

@@ -13,7 +13,7 @@
 //!   bytes, and the elements between `cols` and `ld` are zero; packed ones lie as [`packed`] says;
 //! * a KV store's layer is two planes, K and V, in which the element `d` of KV head `h` of slot `s` lies at `plane +
 //!   (s * token_stride + h * head_stride + d) * size`. Kernels for tensor cores need planes and strides in multiples
-//!   of 16 bytes ([`attention::KvView::is_aligned`]); others take any.
+//!   of 16 bytes, of 4 with KV in 8 bits ([`attention::KvView::is_aligned`]); others take any.
 //!
 //! A grid whose x dimension would be 0 must not be launched. A launch with more than [`SHARED_BYTES_DEFAULT`] bytes of
 //! dynamic shared memory needs `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES` raised first, once for each function, to
@@ -32,6 +32,7 @@ pub mod weight;
 
 mod names;
 mod pieces;
+mod shapes;
 
 pub use names::{ALL, SM90, dynamic_shared_bytes_max};
 

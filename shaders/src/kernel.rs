@@ -519,7 +519,7 @@ impl Kernel {
         }
         let lanes = teams.lanes();
         out = out.replace("${LANES}", &lanes.to_string());
-        out = out.replace("${BROADCAST}", if lanes == 1 { "itself" } else { "subgroupBroadcast" });
+        out = out.replace("${BROADCAST}", if lanes == 1 { "own_value" } else { "subgroupBroadcast" });
         repeat(&out, lanes)
     }
 }

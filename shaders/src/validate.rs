@@ -161,3 +161,16 @@ fn shaders_translate_to_metal_direct3d_and_spirv() {
         assert!(!words.is_empty(), "{name}: SPIR-V");
     }
 }
+
+#[test]
+fn invocations_load_for_each_other_in_subgroups_of_one_size() {
+    for ((least, most), lanes) in [((4, 4), 4), ((8, 8), 8), ((4, 8), 1), ((16, 16), 1), ((32, 64), 1)] {
+        let teams = Teams::Subgroup { least, most };
+        assert_eq!(teams.lanes(), lanes);
+        let source = Kernel::MatmulWide(Encoding::F32).source(teams);
+        assert_eq!(source.contains("subgroupBroadcast(y"), lanes > 1);
+        // Rows of x that one invocation loads.
+        assert_eq!(source.matches("= x[s").count(), 32 / lanes as usize);
+    }
+    assert_eq!(Teams::Workgroup.lanes(), 1);
+}

@@ -15,7 +15,7 @@ use lagoon_grammar::Grammars;
 use lagoon_protocol::Calibration;
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvRegion, Models, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice};
-use lagoon_types::KvSpace;
+use lagoon_types::{DType, KvSpace};
 use std::fmt::{self, Debug, Formatter};
 use std::time::{Duration, Instant};
 
@@ -197,15 +197,13 @@ impl<'a> Loading<'a> {
             PrecisionArg::Fast => Precision::Fast,
         };
         let geometry = model.config.geometry;
-        // Kernels that are tuned are those of plain types.
-        let tune = |dtype| (dtype, cuda_tuning::prepare(ordinal, args.calibrate, precision, geometry, dtype));
-        let tuned = sizes.kv_dtype.plain().map(tune);
+        // KV in 8 bits takes its launch shapes from those that are measured in 16.
+        let dtype = sizes.kv_dtype.plain().unwrap_or(DType::BF16);
+        let attention = cuda_tuning::prepare(ordinal, args.calibrate, precision, geometry, dtype);
         let options = CudaOptions { ordinal, ..CudaOptions::default() };
         let mut device = CudaDevice::open(kernels::FATBIN, options).context("open the CUDA device")?;
         device.set_tuning(Tuning { precision, ..*device.tuning() });
-        if let Some((dtype, attention)) = tuned {
-            attention.apply(&mut device, geometry, dtype);
-        }
+        attention.apply(&mut device, geometry, dtype);
         let shape = model.config.kv_shape(sizes.kv_dtype);
         let rows = args.has_address_rows()?;
         let wanted = rows && !sizes.lend;

@@ -1,4 +1,4 @@
-// Micro attention without tensor cores, for what the other kernels do not take: f32 stores, KV in 8 bits, any head size, any alignment, and
+// Micro attention without tensor cores, for what the other kernels do not take: f32 stores, any head size, any alignment, and
 // latents (DeepSeek-V2 section 2.1), where a row is key and value at once: its first half lies in K, its second one in V.
 // One block serves a query head over an item's rows, one after the other: keys are read again for each row and head. It is
 // bound by the first-level cache (each thread reads a key of its own), several times slower than memory; it exists to be
@@ -94,7 +94,7 @@ DEVICE void attention_any(const AttentionParams& p) {
                 const T* values = rows.values(d);
                 for (uint32_t j = 0; j < count; j++) {
                     // What no query sees may be anything, also NaN.
-                    if (weights[j] > 0) {
+                    if (weights[j] != 0) {
                         const float value = widen(values[slots[j] * rows.stride]);
                         a = fmaf(weights[j], value * rows.value_scale(d, slots[j]), a);
                     }
@@ -104,8 +104,8 @@ DEVICE void attention_any(const AttentionParams& p) {
             sync_block();
         }
         const PackedRow at_row(row, 1, head);
-        for (uint32_t d = thread; d < dim; d += ANY_THREADS) target.row(p, at_row)[d] = sum > 0 ? acc[d] / sum : 0.0f;
-        if (thread == 0) target.store_lse(p, at_row, sum > 0, max + logf(sum));
+        for (uint32_t d = thread; d < dim; d += ANY_THREADS) target.row(p, at_row)[d] = sum != 0 ? acc[d] / sum : 0.0f;
+        if (thread == 0) target.store_lse(p, at_row, sum != 0, max + logf(sum));
         sync_block();
     }
 }
@@ -128,7 +128,7 @@ DEVICE void attention_merge_head(const AttentionMergeParams& p, const MergeItem&
     for (uint32_t i = lane; i < item.pieces; i += 32) sum += expf(lse[i * step] - base);
     sum = warp_sum(sum);
     const uint64_t row = static_cast<uint64_t>(item.row) * p.heads + head;
-    const float factor = sum > 0 ? 1.0f / sum : 0.0f;
+    const float factor = sum != 0 ? 1.0f / sum : 0.0f;
     for (uint32_t d0 = 0; d0 < p.head_dim; d0 += 32 * W) {
         const uint32_t d = d0 + lane * W;
         Part<W> total = {};
@@ -144,12 +144,12 @@ DEVICE void attention_merge_head(const AttentionMergeParams& p, const MergeItem&
                 const float weight = weights[i];
                 // A piece without weight may hold anything.
 #pragma unroll
-                for (int e = 0; e < W; e++) total.x[e] = weight > 0 ? fmaf(weight, part.x[e], total.x[e]) : total.x[e];
+                for (int e = 0; e < W; e++) total.x[e] = weight != 0 ? fmaf(weight, part.x[e], total.x[e]) : total.x[e];
             }
         }
         if (d < p.head_dim) store_part(at<float>(p.out) + row * p.head_dim + d, total);
     }
-    if (lane == 0) at<float>(p.lse)[row] = sum > 0 ? max + logf(sum) : 0.0f;
+    if (lane == 0) at<float>(p.lse)[row] = sum != 0 ? max + logf(sum) : 0.0f;
 }
 
 constexpr uint32_t MERGE_WARPS = 4;

@@ -20,28 +20,31 @@ constexpr uint32_t DECODE_TILE = 8, DECODE_KEYS = KEY_GROUP;
 // Second terms are multiples of 2^-11: f16's narrow exponents lose nothing of them.
 constexpr float TERM_SCALE = 2048.0f, TERM_UNSCALE = 1.0f / 2048.0f;
 
-template <int D>
+template <typename T, int D>
 struct DecodeShared {
+    // Most stages, and the step in which `wait_for_stage` tells their number.
+    static constexpr uint32_t STAGES_MAX = 4, STAGES_STEP = 1;
     static constexpr uint32_t ROW = 2 * D + 16;
     static constexpr uint32_t PLANE = DECODE_KEYS * ROW;
     static constexpr uint32_t STAGE = 2 * PLANE + DECODE_KEYS * 4;
 };
 
+// Waits for the oldest of `stages` - 1 groups of copies in flight, and between steps for one more.
+template <uint32_t MOST, uint32_t STEP>
 DEVICE void wait_for_stage(uint32_t stages) {
-    if (stages == 2) {
+    if constexpr (MOST <= 2) {
         copy_wait<0>();
-    } else if (stages == 3) {
-        copy_wait<1>();
+    } else if (stages >= MOST) {
+        copy_wait<MOST - 2>();
     } else {
-        copy_wait<2>();
+        wait_for_stage<MOST - STEP, STEP>(stages);
     }
 }
 
-// One warp's part of an item.
+// A warp's state and the steps that stores of 16 and of 8 bits share. T: the type of products.
 template <typename T, int D>
-struct DecodeWarp {
+struct DecodeRows {
     static constexpr int STEPS = D / 16, COLS = D / 8;
-    using S = DecodeShared<D>;
     // Fragments of the queries, two terms, times scale and log2(e).
     uint32_t q[STEPS][4];
     // Outputs: row lane / 4 of the packed tile, first terms' in [0] and [1], second terms' in [2] and [3].
@@ -49,18 +52,19 @@ struct DecodeWarp {
     float max, sum, slope;
     uint32_t position;
 
-    DEVICE void load_queries(const AttentionParams& p, const AttnItem& item, uint32_t kv_head, uint32_t tile) {
+    // `column(e)`: of a step's 16 elements, the lane's e-th of four.
+    template <typename Column>
+    DEVICE void load(const AttentionParams& p, const AttnItem& item, uint32_t kv_head, uint32_t tile, const Column& column) {
         const uint32_t lane = threadIdx.x % 32, group = p.heads / p.kv_heads;
         const uint32_t packed = tile * DECODE_TILE + lane / 4;
         const PackedRow row(packed, group, kv_head);
         const bool valid = packed < item.rows * group;
-        const float* query =
-            at<const float>(p.q) + static_cast<uint64_t>(item.row0 + row.row) * p.q_stride + row.head * D + lane % 4 * 2;
+        const float* query = at<const float>(p.q) + static_cast<uint64_t>(item.row0 + row.row) * p.q_stride + row.head * D;
         const float scale = p.scale * LOG2_E;
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             float x[4];
-            for (int e = 0; e < 4; e++) x[e] = valid ? saturate<T>(query[16 * i + e % 2 + e / 2 * 8] * scale) : 0.0f;
+            for (int e = 0; e < 4; e++) x[e] = valid ? saturate<T>(query[16 * i + column(e)] * scale) : 0.0f;
             split<T>(x[0], x[1], TERM_SCALE, q[i][0], q[i][1]);
             split<T>(x[2], x[3], TERM_SCALE, q[i][2], q[i][3]);
         }
@@ -71,7 +75,69 @@ struct DecodeWarp {
         for (int i = 0; i < COLS; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
     }
 
-    // Scores of 16 keys, in units of log2: [key / 8][key % 2] for keys 2 (lane % 4) and the one after of each 8.
+    // Caps and biases scores of 16 keys, in units of log2, and hides what the row does not see: [key / 8][key % 2] for keys
+    // 2 (lane % 4) and the one after of each 8.
+    DEVICE void mask(const uint32_t* positions, uint32_t window, float softcap, float (&scores)[2][2]) const {
+        if (softcap > 0) {
+            const SoftCap cap(softcap * LOG2_E);
+            for (int n = 0; n < 2; n++) {
+                for (int e = 0; e < 2; e++) scores[n][e] = cap.of(scores[n][e]);
+            }
+        }
+        positions += threadIdx.x % 4 * 2;
+        for (int n = 0; n < 2; n++) {
+            for (int e = 0; e < 2; e++) {
+                const uint32_t key = positions[8 * n + e];
+                const float distance = static_cast<float>(static_cast<int32_t>(key - position));
+                const float biased = scores[n][e] + slope * distance;
+                scores[n][e] = is_visible(position, key, window) ? biased : NEGATIVE_INFINITY;
+            }
+        }
+    }
+
+    // The highest of a row's scores of 16 keys, for all its lanes.
+    DEVICE static float highest(const float (&w)[2][2]) {
+        float x = fmaxf(fmaxf(w[0][0], w[0][1]), fmaxf(w[1][0], w[1][1]));
+        x = fmaxf(x, shuffle_xor(x, 1));
+        return fmaxf(x, shuffle_xor(x, 2));
+    }
+
+    // A new maximum becomes rare as keys pass: a branch of the whole warp saves most of the scaling.
+    DEVICE void scale(float kept) {
+        if (any_lane(kept != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < COLS; i++) {
+                for (int e = 0; e < 4; e++) o[i][e] *= kept;
+            }
+        }
+    }
+
+    // Leaves maxima and sums of the 8 packed rows in shared memory: [8], [8]. Outputs follow, [8][D]: where the lane's row begins.
+    DEVICE float* leave_sums(float* to) {
+        const uint32_t lane = threadIdx.x % 32, row = lane / 4;
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
+        if (lane % 4 == 0) {
+            to[row] = max;
+            to[8 + row] = sum;
+        }
+        return to + 16 + row * D;
+    }
+};
+
+// One warp's part of an item.
+template <typename T, int D>
+struct DecodeWarp : DecodeRows<T, D> {
+    using Rows = DecodeRows<T, D>;
+    using Rows::q, Rows::o, Rows::max, Rows::sum, Rows::STEPS, Rows::COLS;
+    using S = DecodeShared<T, D>;
+
+    DEVICE void load_queries(const AttentionParams& p, const AttnItem& item, uint32_t kv_head, uint32_t tile) {
+        const uint32_t first = threadIdx.x % 4 * 2;
+        Rows::load(p, item, kv_head, tile, [first](int e) { return first + e % 2 + e / 2 * 8; });
+    }
+
+    // Scores of 16 keys as `mask` has them.
     DEVICE void score(const unsigned char* stage, uint32_t window, float softcap, float (&scores)[2][2]) {
         const uint32_t lane = threadIdx.x % 32;
         float s[2][4] = {};
@@ -86,21 +152,7 @@ struct DecodeWarp {
         for (int n = 0; n < 2; n++) {
             for (int e = 0; e < 2; e++) scores[n][e] = s[n][e] + s[n][e + 2] * TERM_UNSCALE;
         }
-        if (softcap > 0) {
-            const SoftCap cap(softcap * LOG2_E);
-            for (int n = 0; n < 2; n++) {
-                for (int e = 0; e < 2; e++) scores[n][e] = cap.of(scores[n][e]);
-            }
-        }
-        const uint32_t* positions = reinterpret_cast<const uint32_t*>(stage + 2 * S::PLANE) + lane % 4 * 2;
-        for (int n = 0; n < 2; n++) {
-            for (int e = 0; e < 2; e++) {
-                const uint32_t key = positions[8 * n + e];
-                const float distance = static_cast<float>(static_cast<int32_t>(key - position));
-                const float biased = scores[n][e] + slope * distance;
-                scores[n][e] = is_visible(position, key, window) ? biased : NEGATIVE_INFINITY;
-            }
-        }
+        Rows::mask(reinterpret_cast<const uint32_t*>(stage + 2 * S::PLANE), window, softcap, scores);
     }
 
     // Adds a stage's keys to the state (online softmax, Milakov and Gimelshein 2018).
@@ -108,10 +160,7 @@ struct DecodeWarp {
         const uint32_t lane = threadIdx.x % 32;
         float w[2][2];
         score(stage, window, softcap, w);
-        float tile_max = fmaxf(fmaxf(w[0][0], w[0][1]), fmaxf(w[1][0], w[1][1]));
-        tile_max = fmaxf(tile_max, shuffle_xor(tile_max, 1));
-        tile_max = fmaxf(tile_max, shuffle_xor(tile_max, 2));
-        const float new_max = fmaxf(max, tile_max), base = finite_max(new_max);
+        const float new_max = fmaxf(max, Rows::highest(w)), base = finite_max(new_max);
         const float kept = exp2_fast(max - base);
         max = new_max;
         for (int n = 0; n < 2; n++) {
@@ -121,13 +170,7 @@ struct DecodeWarp {
         uint32_t a[4];
         split<T>(w[0][0], w[0][1], TERM_SCALE, a[0], a[1]);
         split<T>(w[1][0], w[1][1], TERM_SCALE, a[2], a[3]);
-        // A new maximum becomes rare as keys pass: a branch of the whole warp saves most of the scaling.
-        if (any_lane(kept != 1.0f)) {
-#pragma unroll
-            for (int i = 0; i < COLS; i++) {
-                for (int e = 0; e < 4; e++) o[i][e] *= kept;
-            }
-        }
+        Rows::scale(kept);
         const SharedAddress v = shared_address(stage) + S::PLANE + lane % 16 * S::ROW + lane / 16 * 16;
 #pragma unroll
         for (int i = 0; i < COLS; i += 2) {
@@ -140,14 +183,7 @@ struct DecodeWarp {
 
     // Leaves maxima, sums and outputs of the 8 packed rows in shared memory: [8], [8], [8][D].
     DEVICE void leave(float* to) {
-        const uint32_t lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
-        sum += shuffle_xor(sum, 1);
-        sum += shuffle_xor(sum, 2);
-        if (t == 0) {
-            to[row] = max;
-            to[8 + row] = sum;
-        }
-        float* out = to + 16 + row * D + 2 * t;
+        float* out = Rows::leave_sums(to) + threadIdx.x % 4 * 2;
         for (int i = 0; i < COLS; i++) {
             for (int e = 0; e < 2; e++) out[8 * i + e] = o[i][e] + o[i][e + 2] * TERM_UNSCALE;
         }
@@ -175,15 +211,15 @@ DEVICE void reduce_warps(const AttentionParams& p, const AttnItem& item, uint32_
             out += weight * part[16 + i];
         }
         const PackedRow packed(tile * DECODE_TILE + row, group, kv_head);
-        target.row(p, packed)[i % D] = sum > 0 ? out / sum : 0.0f;
-        if (i % D == 0) target.store_lse(p, packed, sum > 0, max / LOG2_E + logf(sum));
+        target.row(p, packed)[i % D] = sum != 0 ? out / sum : 0.0f;
+        if (i % D == 0) target.store_lse(p, packed, sum != 0, max / LOG2_E + logf(sum));
     }
 }
 
 // Grid: KV heads times tiles of packed rows, items. Any number of warps; p.stages stages each.
 template <typename T, int D>
 DEVICE void attention_decode(const AttentionParams& p) {
-    using S = DecodeShared<D>;
+    using S = DecodeShared<T, D>;
     DYNAMIC_SHARED(shared);
     const AttnItem item = at<const AttnItem>(p.items)[blockIdx.y];
     const uint32_t kv_head = blockIdx.x % p.kv_heads, tile = blockIdx.x / p.kv_heads;
@@ -208,7 +244,7 @@ DEVICE void attention_decode(const AttentionParams& p) {
     state.load_queries(p, item, kv_head, tile);
     uint32_t read = 0, write = p.stages - 1;
     for (uint32_t key = warp * DECODE_KEYS; key < item.keys; key += stride) {
-        wait_for_stage(p.stages);
+        wait_for_stage<S::STAGES_MAX, S::STAGES_STEP>(p.stages);
         // All lanes' copies have arrived, and all lanes have read the stage that is filled next.
         sync_warp();
         fill(write);

@@ -11,7 +11,8 @@
 // TERMS = 2 splits queries and weights into two terms each and multiplies twice: exact to about 16 (bf16) or 22 (f16)
 // bits. TERMS = 1 rounds them to the store's type.
 //
-// Two stages of keys are copied asynchronously: one fills while the other is multiplied.
+// Two stages of keys are copied asynchronously: one fills while the other is multiplied. KV in 8 bits is widened instead, without
+// overlap (attention_fp8.cuh).
 #pragma once
 #include "prefill_state.cuh"
 
@@ -54,8 +55,9 @@ struct PrefillBlock {
         }
     }
 
-    // Starts copying a stage of keys from index `first`.
-    DEVICE static void copy(KeyCopy<T, D, PREFILL_THREADS>& keys, uint32_t first, unsigned char* to) {
+    // Starts copying a stage of keys from index `first`, or copies it.
+    template <typename Copy>
+    DEVICE static void copy(Copy& keys, uint32_t first, unsigned char* to) {
         uint32_t* positions = reinterpret_cast<uint32_t*>(to + 2 * S::PLANE);
         for (uint32_t i = 0; i < S::KEYS; i += KEY_GROUP) {
             keys.copy(threadIdx.x, first + i, to + i * S::ROW, S::PLANE, positions + i);
@@ -143,15 +145,15 @@ struct PrefillWarp {
     }
 };
 
-// Grid: KV heads, items. `PREFILL_THREADS` threads.
-template <typename T, int D, int TERMS, bool SMALL = false>
+// Grid: KV heads, items. `PREFILL_THREADS` threads. Copy: how keys and values become rows of T in shared memory.
+template <typename T, int D, int TERMS, bool SMALL = false, typename Copy = KeyCopy<T, D, PREFILL_THREADS>>
 DEVICE void attention_prefill(const AttentionParams& p) {
     using S = PrefillShape<D, TERMS, SMALL>;
     DYNAMIC_SHARED(shared);
     const AttnItem item = at<const AttnItem>(p.items)[blockIdx.y];
     if (item.rows == 0) return;
     const PrefillBlock<T, D, TERMS, SMALL> block = {{p, item, blockIdx.x, p.heads / p.kv_heads}, shared};
-    KeyCopy<T, D, PREFILL_THREADS> keys(p, item, blockIdx.x);
+    Copy keys(p, item, blockIdx.x);
     block.copy(keys, 0, block.stage(0));
     copy_commit();
     block.load_queries();

@@ -33,7 +33,7 @@ struct Gemm {
             const uint32_t row = row0 + first + i * (THREADS / 4);
             const bool valid = row < count && column < k_end;
             const T* from = at<const T>(matrix) + (valid ? static_cast<uint64_t>(row) * ld + column : 0);
-            copy_async(shared_to + i * (THREADS / 4) * GEMM_ROW, from, valid);
+            copy_async(shared_to + i * (THREADS / 4) * GEMM_ROW, from, valid ? 16 : 0);
         }
     }
 

@@ -173,7 +173,7 @@ struct GroupedGemm : Gemm<T, BM, BN, WM, WN, TERMS, GroupedParams> {
         for (uint32_t i = 0; i < COPIES; i++) {
             const bool valid = tile.first + first + i * (Base::THREADS / 4) < tile.end && column < this->k_end;
             const T* from = at<const T>(term) + (valid ? static_cast<uint64_t>(rows[i]) * this->p.ldx + column : 0);
-            copy_async(shared_to + i * (Base::THREADS / 4) * GEMM_ROW, from, valid);
+            copy_async(shared_to + i * (Base::THREADS / 4) * GEMM_ROW, from, valid ? 16 : 0);
         }
     }
 

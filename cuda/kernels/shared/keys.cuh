@@ -87,8 +87,8 @@ struct KeyCopy {
             const uint32_t key = even ? thread / CHUNKS + j * (THREADS / CHUNKS) : i / CHUNKS;
             const uint32_t chunk = even ? thread % CHUNKS : i % CHUNKS;
             const T* address = from + (key * stride + chunk * 8);
-            copy_async(to + Layout::offset(key, chunk), address, true);
-            copy_async(to + plane + Layout::offset(key, chunk), address + to_value, true);
+            copy_async(to + Layout::offset(key, chunk), address, 16);
+            copy_async(to + plane + Layout::offset(key, chunk), address + to_value, 16);
         }
     }
 
@@ -101,8 +101,8 @@ struct KeyCopy {
             if (valid) here.seek(index);
             // A masked copy names a key of the item, too: the store's first slot need not have memory.
             const T* address = k + (valid ? here.slot(index) : here.run.base) * token_stride + chunk * 8;
-            copy_async(to + Layout::offset(key, chunk), address, valid);
-            copy_async(to + plane + Layout::offset(key, chunk), address + to_value, valid);
+            copy_async(to + Layout::offset(key, chunk), address, valid ? 16 : 0);
+            copy_async(to + plane + Layout::offset(key, chunk), address + to_value, valid ? 16 : 0);
             if (chunk == 0) positions[key] = valid ? here.position(index) : NOWHERE;
         }
     }
@@ -132,7 +132,8 @@ struct Target {
     DEVICE float* row(const AttentionParams& p, PackedRow at) const {
         return out + (static_cast<uint64_t>(at.row) * p.heads + at.head) * p.head_dim;
     }
-    // `log_sum` is natural and read only where keys were seen.
+    // `log_sum` is natural and read only where keys were seen. A sum of weights is zero where none was, and NaN where one is no number:
+    // then the output is NaN, too, and not zeros that go unnoticed.
     DEVICE void store_lse(const AttentionParams& p, PackedRow at, bool seen, float log_sum) const {
         lse[static_cast<uint64_t>(at.row) * p.heads + at.head] = seen ? log_sum : piece ? NEGATIVE_INFINITY : 0.0f;
     }

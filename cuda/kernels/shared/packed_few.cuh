@@ -101,15 +101,15 @@ struct FewWarp {
         const bool valid = unit < units;
 #pragma unroll
         for (uint32_t i = 0; i < COPIES; i++) {
-            copy_async(codes_to + at_stage + i * TOGETHER * P::STRIDE, at<void>(codes[i] + (valid ? 16 * unit : 0)), valid);
+            copy_async(codes_to + at_stage + i * TOGETHER * P::STRIDE, at<void>(codes[i] + (valid ? 16 * unit : 0)), valid ? 16 : 0);
         }
         if constexpr (W::UPPER) {
             const uint32_t upper = W::UPPER_PLANE * blocks + W::upper_at(chunk);
-            copy_async(heads_to + at_stage + 16 * P::CODES, at<void>(row + upper + 16 * odd), true);
+            copy_async(heads_to + at_stage + 16 * P::CODES, at<void>(row + upper + 16 * odd), 16);
         }
         if (odd < W::HEADS) {
             const uint32_t head = W::head_plane(odd) * blocks + W::head_bytes(odd) * chunk / 16 * 16;
-            copy_async(heads_to + at_stage + 16 * P::HEAD, at<void>(row + head), true);
+            copy_async(heads_to + at_stage + 16 * P::HEAD, at<void>(row + head), 16);
         }
     }
 
@@ -119,7 +119,7 @@ struct FewWarp {
             const uint32_t first = terms_to - shared_address(shared + ring);
             const Address from = records + static_cast<uint64_t>(chunk) * RECORD;
             for (uint32_t i = first; i < COPIED; i += 512 * groups) {
-                copy_async(terms_to + stage * stage_bytes + (i - first), at<void>(from + i), true);
+                copy_async(terms_to + stage * stage_bytes + (i - first), at<void>(from + i), 16);
             }
         }
         copy_commit();

@@ -148,13 +148,13 @@ struct PrefillState {
                 const uint32_t packed = row0 + 16 * m + lane / 4 + 8 * h;
                 if (packed >= rows) continue;
                 const PackedRow row(packed, tile.group, tile.kv_head);
-                const float factor = total > 0 ? 1.0f / total : 0.0f;
+                const float factor = total != 0 ? 1.0f / total : 0.0f;
                 float* out = target.row(tile.p, row) + lane % 4 * 2;
 #pragma unroll
                 for (int i = 0; i < COLS; i++) {
                     *reinterpret_cast<float2*>(out + 8 * i) = {o[m][i][2 * h] * factor, o[m][i][2 * h + 1] * factor};
                 }
-                if (lane % 4 == 0) target.store_lse(tile.p, row, total > 0, max[m][h] / LOG2_E + logf(total));
+                if (lane % 4 == 0) target.store_lse(tile.p, row, total != 0, max[m][h] / LOG2_E + logf(total));
             }
         }
     }

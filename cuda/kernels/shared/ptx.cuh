@@ -163,11 +163,11 @@ DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
                  : "memory");
 }
 
-// Copies 16 bytes to shared memory, or zeroes them there, without waiting; past the first-level cache. `from` is an address of
-// 16 accessible bytes also where nothing is copied: the manual does not say that it is not translated.
-DEVICE void copy_async(SharedAddress to, const void* from, bool valid) {
+// Copies the first `bytes` (0 to 16) of 16 bytes to shared memory and zeroes the rest there, without waiting; past the first-level
+// cache. `from` is an accessible address also where nothing is copied: the manual does not say that it is not translated.
+DEVICE void copy_async(SharedAddress to, const void* from, uint32_t bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
-                 "r"(valid ? 16 : 0)
+                 "r"(bytes)
                  : "memory");
 }
 // Ends a group of this thread's copies; copy_wait<N> waits until at most N groups are in flight.

@@ -15,15 +15,22 @@
 //!   `_small` ones are for devices whose blocks get 99 KB of shared memory ([`Tuning::shared_bytes_max`]).
 //! * `attention_wgmma_*`: as prefill, rounded, on compute capability 9.0 ([`Tuning::wgmma`]), if TMA can address the
 //!   store's planes ([`Store::boxed`]) and scores have no soft cap.
+//! * `attention_decode_fp8_*`, `attention_prefill_fp8_*`: the same for KV in 8 bits. Decode multiplies in f16, prefill in bf16.
 //! * `attention_any_*`: all other stores: f32, odd head sizes, unaligned planes. Plain f32 arithmetic.
 //! * `attention_latent_*`: latents ([`AttentionGeometry::latent`]) of any size, whose rows have their first half in K and their
 //!   second one in V. As `attention_any_*`.
 
 use super::boxes::{AttentionBoxesParams, KvMaps, wgmma_shared_bytes};
 use super::pieces::{Part, piece_keys, wave};
+use super::shapes::DECODE_KEYS;
+pub use super::shapes::{
+    DecodeClass, Precision, PrefillShape, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, SHARED_BYTES_RESERVED,
+    decode_shared_bytes, prefill_shape,
+};
 use super::{Launch, WARP};
 use bytemuck::{Pod, Zeroable};
 use lagoon_backend::{AttnBatch, AttnRows};
+use lagoon_types::kv_dtype::SCALE_BYTES;
 use lagoon_types::run::visible;
 use lagoon_types::{AttentionGeometry, KvDType, KvRun};
 use std::ops::Range;
@@ -32,32 +39,12 @@ use std::ops::Range;
 pub const DECODE_TILE: u32 = 8;
 /// Most tiles of a sequence of several rows that the decode kernel serves; more rows go to prefill.
 const DECODE_TILES_MAX: u32 = 2;
-/// Keys that one warp of the decode kernel processes at a time.
-const DECODE_KEYS: u32 = 16;
 /// Rows of an item of `attention_any_*` and `attention_latent_*`.
 const ANY_ROWS: u32 = 4;
 /// Threads of `attention_any_*`, of `attention_latent_*` and of `attention_merge`.
 const ANY_THREADS: u32 = 128;
 /// The value of [`AttentionParams::window`] for no window: more than any distance of positions.
 pub const WINDOW_NONE: u32 = 1 << 31;
-
-/// Dynamic shared memory of a block on compute capability 8.0 (163 KB); later data-centre devices have more.
-pub const SHARED_BYTES_MAX: u32 = 163 << 10;
-/// Dynamic shared memory of a block on 8.6, 8.9 and 12.0 (A10, L4, RTX 4090): the least of any supported device.
-pub const SHARED_BYTES_LEAST: u32 = 99 << 10;
-/// Shared memory of each block that the driver reserves.
-pub const SHARED_BYTES_RESERVED: u32 = 1 << 10;
-
-/// Precision of queries, attention weights and activations in tensor-core kernels for many rows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Precision {
-    /// The sum of two numbers of the store's or weight's type: about as exact as f32 (22 bits for f16, 16 for bf16),
-    /// for twice the products.
-    Exact,
-    /// Rounded to the type of the store or weight, as in most engines: `2^-11` relative for f16, `2^-8` for bf16.
-    #[default]
-    Fast,
-}
 
 /// Addresses of a layer's K and V; see the parent module for the addressing.
 #[repr(C)]
@@ -70,11 +57,12 @@ pub struct KvView {
 }
 
 impl KvView {
-    /// Whether heads are aligned for 16-byte copies.
+    /// Whether heads are aligned for the kernels' copies: to 16 bytes, and rows with scales to those.
     #[must_use]
-    pub const fn is_aligned(&self, element_bytes: u64) -> bool {
-        let strides = (self.token_stride | self.head_stride) * element_bytes;
-        (self.k | self.v | strides).is_multiple_of(16)
+    pub const fn is_aligned(&self, dtype: KvDType) -> bool {
+        let strides = (self.token_stride | self.head_stride) * dtype.element_bytes() as u64;
+        let unit = if dtype.plain().is_some() { 16 } else { SCALE_BYTES as u64 };
+        (self.k | self.v | strides).is_multiple_of(unit)
     }
 }
 
@@ -93,7 +81,7 @@ impl Store {
     #[must_use]
     pub const fn of(view: &KvView, dtype: KvDType, head_dim: u32) -> Self {
         let boxed = matches!(dtype, KvDType::F16 | KvDType::BF16) && view.takes_boxes(head_dim);
-        Self { dtype, aligned: view.is_aligned(dtype.element_bytes() as u64), boxed }
+        Self { dtype, aligned: view.is_aligned(dtype), boxed }
     }
 }
 
@@ -160,7 +148,7 @@ pub struct AttentionParams {
     /// Positions that a query sees, its own included; [`WINDOW_NONE`] for all.
     pub window: u32,
     pub scale: f32,
-    /// Stages of the decode kernel's pipeline, 2 to 4.
+    /// Stages of the decode kernel's pipeline, [`DecodeClass::stages`].
     pub stages: u32,
     /// Soft cap of scaled scores, before biases; 0 for none. `attention_wgmma_*` have none.
     pub softcap: f32,
@@ -183,34 +171,6 @@ pub struct AttentionMergeParams {
 const _: () = assert!(size_of::<AttnItem>() == 48 && size_of::<MergeItem>() == 16 && size_of::<KvRun>() == 12);
 const _: () = assert!(size_of::<KvView>() == 32 && size_of::<AttentionParams>() == 128);
 const _: () = assert!(size_of::<AttentionMergeParams>() == 48);
-
-/// Launch shape of the decode kernel for a class of contexts, measured on a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DecodeClass {
-    /// Warps of a block: 2, 4 or 8.
-    pub warps: u32,
-    /// Stages of each warp's pipeline: 2 to 4.
-    pub stages: u32,
-    /// Blocks wanted on each multiprocessor at once: contexts are cut into whole waves of that many, or as many as
-    /// fit.
-    pub blocks_per_sm: u32,
-    /// Fewest keys of a piece.
-    pub piece_keys_min: u32,
-}
-
-impl DecodeClass {
-    /// This class with the most stages, and then warps, that fit `shared_bytes_max` for heads of this size.
-    #[must_use]
-    pub const fn fitted(mut self, head_dim: u32, shared_bytes_max: u32) -> Self {
-        while decode_shared_bytes(head_dim, self) > shared_bytes_max && self.stages > 2 {
-            self.stages -= 1;
-        }
-        while decode_shared_bytes(head_dim, self) > shared_bytes_max && self.warps > 2 {
-            self.warps /= 2;
-        }
-        self
-    }
-}
 
 /// Properties of a device that the plan depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -298,6 +258,10 @@ const fn family(dtype: KvDType, g: AttentionGeometry) -> Option<Family> {
         (KvDType::BF16, 96) => family!("bf16", "96"),
         (KvDType::BF16, 128) => family!("bf16", "128", wgmma),
         (KvDType::BF16, 256) => family!("bf16", "256"),
+        (KvDType::Fp8, 64) => family!("fp8", "64"),
+        (KvDType::Fp8, 96) => family!("fp8", "96"),
+        (KvDType::Fp8, 128) => family!("fp8", "128"),
+        (KvDType::Fp8, 256) => family!("fp8", "256"),
         _ => None,
     }
 }
@@ -313,52 +277,6 @@ const fn any_kernel(dtype: KvDType, latent: bool) -> &'static str {
         (KvDType::BF16, true) => "attention_latent_bf16",
         (KvDType::Fp8, true) => "attention_latent_fp8",
     }
-}
-
-/// A shape of `attention_prefill_*`: packed query rows and keys of a tile, and its dynamic shared memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PrefillShape {
-    /// Of the `_small` kernels.
-    pub small: bool,
-    pub tile: u32,
-    keys: u32,
-    pub shared_bytes: u32,
-}
-
-/// The shape for heads of this size that fits `shared_bytes_max`; `None` if the decode kernel has to serve.
-#[must_use]
-pub const fn prefill_shape(head_dim: u32, precision: Precision, shared_bytes_max: u32) -> Option<PrefillShape> {
-    let exact = matches!(precision, Precision::Exact);
-    let wide = head_dim > 128;
-    let large = prefill_bytes(false, if wide { 64 } else { 128 }, if wide { 32 } else { 64 }, head_dim, exact);
-    if large.shared_bytes <= shared_bytes_max {
-        return Some(large);
-    }
-    // Two terms of queries of 256 elements do not fit with any keys.
-    if head_dim <= 64 || (wide && exact) || (head_dim == 96 && !exact) {
-        return None;
-    }
-    let tile = if wide || (head_dim == 128 && exact) { 64 } else { 128 };
-    let small = prefill_bytes(true, tile, if wide { 16 } else { 32 }, head_dim, exact);
-    if small.shared_bytes <= shared_bytes_max { Some(small) } else { None }
-}
-
-/// Shared memory of a shape: one or two terms of the queries, two stages of K and V with their positions.
-const fn prefill_bytes(small: bool, tile: u32, keys: u32, head_dim: u32, exact: bool) -> PrefillShape {
-    let row = shared_row_bytes(head_dim);
-    let shared_bytes = if exact { 2 } else { 1 } * tile * row + 2 * keys * (2 * row + 4);
-    PrefillShape { small, tile, keys, shared_bytes }
-}
-
-/// Bytes of a head's row in shared memory: 16 bytes of padding keep `ldmatrix` free of bank conflicts.
-const fn shared_row_bytes(head_dim: u32) -> u32 {
-    head_dim * 2 + 16
-}
-
-/// Dynamic shared memory of `attention_decode_*`: for each warp and stage K and V of 16 keys, and their positions. The reduction at the end reuses it.
-#[must_use]
-pub const fn decode_shared_bytes(head_dim: u32, class: DecodeClass) -> u32 {
-    class.warps * class.stages * DECODE_KEYS * (2 * shared_row_bytes(head_dim) + 4)
 }
 
 /// Kernel of an item.
@@ -437,8 +355,8 @@ impl Plan {
             _ if g.group() <= prefill_tile => Work::Prefill,
             _ => Work::Decode,
         };
-        let class = self.choose_class(batch, tuning, &work);
-        let decode_piece = self.decode_piece(batch, tuning, class, &work);
+        let class = self.choose_class(batch, dtype, tuning, &work);
+        let decode_piece = self.decode_piece(batch, tuning, (class, dtype), &work);
         // Blocks of the other kernels are (item, KV head) pairs; sequences are cut until the batch has about the
         // wanted number.
         let keys: u64 =
@@ -471,7 +389,7 @@ impl Plan {
         &mut self,
         batch: &AttnBatch<'_>,
         tuning: &Tuning,
-        class: DecodeClass,
+        (class, dtype): (DecodeClass, KvDType),
         work: &impl Fn(&AttnRows) -> Work,
     ) -> u32 {
         let g = batch.geometry;
@@ -484,13 +402,14 @@ impl Plan {
                 self.parts.push(Part { keys: keys_seen_by(batch, seq, &(first..first + rows)), blocks });
             }
         }
-        let wave = wave(class, g.head_dim, tuning.sms, tuning.sm_shared_bytes);
+        let wave = wave(class, g.head_dim, dtype, [tuning.sms, tuning.sm_shared_bytes]);
         piece_keys(&self.parts, wave, class.piece_keys_min, DECODE_KEYS * class.warps)
     }
 
     fn choose_class(
         &mut self,
         batch: &AttnBatch<'_>,
+        dtype: KvDType,
         tuning: &Tuning,
         work: &impl Fn(&AttnRows) -> Work,
     ) -> DecodeClass {
@@ -501,7 +420,8 @@ impl Plan {
         }
         let mean = sum.div_ceil(count.max(1));
         let index = tuning.class_keys.iter().filter(|bound| mean > u64::from(**bound)).count();
-        *self.class.insert(tuning.classes[index].fitted(batch.geometry.head_dim, tuning.shared_bytes_max))
+        let class = tuning.classes[index].of(dtype);
+        *self.class.insert(class.fitted(batch.geometry.head_dim, dtype, tuning.shared_bytes_max))
     }
 
     /// Adds the items of the rows `rows` of a sequence, cut into pieces of about `piece` keys.
@@ -640,7 +560,7 @@ impl Plan {
                 names.map(|f| f.decode),
                 g.kv_heads * self.decode_tiles,
                 class.warps * WARP,
-                decode_shared_bytes(g.head_dim, class),
+                decode_shared_bytes(g.head_dim, dtype, class),
                 decode_at,
             ),
             launch(&self.prefill, prefill, g.kv_heads, PREFILL_THREADS, prefill_bytes, prefill_at),

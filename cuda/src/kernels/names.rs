@@ -6,6 +6,7 @@ use super::attention::{
 use super::boxes::wgmma_shared_bytes;
 use super::linear::GEMM_SHARED_BYTES_MAX;
 use super::packed;
+use lagoon_types::KvDType;
 
 /// Every kernel that the fatbin has for all devices.
 pub const ALL: &[&str] = &[
@@ -23,6 +24,10 @@ pub const ALL: &[&str] = &[
     "attention_decode_f16_256",
     "attention_decode_f16_64",
     "attention_decode_f16_96",
+    "attention_decode_fp8_128",
+    "attention_decode_fp8_256",
+    "attention_decode_fp8_64",
+    "attention_decode_fp8_96",
     "attention_latent_bf16",
     "attention_latent_f16",
     "attention_latent_f32",
@@ -52,6 +57,18 @@ pub const ALL: &[&str] = &[
     "attention_prefill_f16_96_exact",
     "attention_prefill_f16_96_exact_small",
     "attention_prefill_f16_96_fast",
+    "attention_prefill_fp8_128_exact",
+    "attention_prefill_fp8_128_exact_small",
+    "attention_prefill_fp8_128_fast",
+    "attention_prefill_fp8_128_fast_small",
+    "attention_prefill_fp8_256_exact",
+    "attention_prefill_fp8_256_fast",
+    "attention_prefill_fp8_256_fast_small",
+    "attention_prefill_fp8_64_exact",
+    "attention_prefill_fp8_64_fast",
+    "attention_prefill_fp8_96_exact",
+    "attention_prefill_fp8_96_exact_small",
+    "attention_prefill_fp8_96_fast",
     "clamped_swiglu",
     "combine",
     "embed",
@@ -187,7 +204,8 @@ pub fn dynamic_shared_bytes_max(name: &str) -> u32 {
     if name.starts_with("attention_wgmma_") {
         wgmma_shared_bytes(dim(name))
     } else if name.starts_with("attention_decode_") {
-        decode_shared_bytes(dim(name), widest).min(SHARED_BYTES_MAX)
+        let dtype = if name.contains("_fp8_") { KvDType::Fp8 } else { KvDType::BF16 };
+        decode_shared_bytes(dim(name), dtype, widest.of(dtype)).min(SHARED_BYTES_MAX)
     } else if name.starts_with("attention_prefill_") {
         let precision = if name.contains("_exact") { Precision::Exact } else { Precision::Fast };
         let limit = if name.ends_with("_small") { SHARED_BYTES_LEAST } else { SHARED_BYTES_MAX };
@@ -213,7 +231,7 @@ mod tests {
         assert!(SM90.iter().all(|name| dynamic_shared_bytes_max(name) <= 227 << 10));
         assert!(ALL.iter().all(|name| dynamic_shared_bytes_max(name) <= SHARED_BYTES_MAX));
         let small = |name: &&&str| name.ends_with("_small");
-        assert_eq!(ALL.iter().filter(small).count(), 8);
+        assert_eq!(ALL.iter().filter(small).count(), 12);
         assert!(ALL.iter().filter(small).all(|name| dynamic_shared_bytes_max(name) <= SHARED_BYTES_LEAST));
     }
 
@@ -227,8 +245,10 @@ mod tests {
                         continue;
                     };
                     let small = if shape.small { "_small" } else { "" };
-                    let name = format!("attention_prefill_bf16_{head_dim}_{kind}{small}");
-                    assert!(ALL.contains(&name.as_str()) && shape.shared_bytes <= limit, "{name}: {shape:?}");
+                    for dtype in ["bf16", "f16", "fp8"] {
+                        let name = format!("attention_prefill_{dtype}_{head_dim}_{kind}{small}");
+                        assert!(ALL.contains(&name.as_str()) && shape.shared_bytes <= limit, "{name}: {shape:?}");
+                    }
                 }
             }
         }

@@ -6,6 +6,7 @@
 
 use super::WARP;
 use super::attention::{DecodeClass, SHARED_BYTES_RESERVED, decode_shared_bytes};
+use lagoon_types::KvDType;
 use std::ops::RangeInclusive;
 
 /// Registers of a multiprocessor.
@@ -26,18 +27,22 @@ pub(super) struct Part {
 /// Blocks of the decode kernel that run at once on a device with `sms` multiprocessors of `sm_shared_bytes`: as many
 /// as the class wants and shared memory and registers allow, at least one each.
 #[must_use]
-pub(super) fn wave(class: DecodeClass, head_dim: u32, sms: u32, sm_shared_bytes: u32) -> u32 {
-    let by_memory = sm_shared_bytes / (decode_shared_bytes(head_dim, class) + SHARED_BYTES_RESERVED);
-    let by_registers = SM_REGISTERS / (class.warps * WARP * decode_registers(head_dim));
+pub(super) fn wave(class: DecodeClass, head_dim: u32, dtype: KvDType, [sms, sm_shared_bytes]: [u32; 2]) -> u32 {
+    let by_memory = sm_shared_bytes / (decode_shared_bytes(head_dim, dtype, class) + SHARED_BYTES_RESERVED);
+    let by_registers = SM_REGISTERS / (class.warps * WARP * decode_registers(head_dim, dtype));
     sms * class.blocks_per_sm.min(by_memory).min(by_registers).max(1)
 }
 
 /// Registers of a thread of `attention_decode_*` from cuda/kernels/budget.toml, rounded up to the unit of allocation.
-const fn decode_registers(head_dim: u32) -> u32 {
-    match head_dim {
-        0..=64 => 104,
-        65..=96 => 160,
-        97..=128 => 168,
+const fn decode_registers(head_dim: u32, dtype: KvDType) -> u32 {
+    match (head_dim, dtype) {
+        (0..=64, KvDType::Fp8) => 112,
+        (65..=96, KvDType::Fp8) => 136,
+        (97..=128, KvDType::Fp8) => 160,
+        (_, KvDType::Fp8) => 248,
+        (0..=64, _) => 104,
+        (65..=96, _) => 160,
+        (97..=128, _) => 168,
         _ => 256,
     }
 }
@@ -134,9 +139,10 @@ mod tests {
     fn residency_is_what_fits() {
         let class = Tuning::untuned(132).classes[0];
         // Three blocks of 70 KB and 4 * 32 * 168 registers on 9.0 (228 KB), two on 8.0 (164 KB), one on 8.9 (100 KB).
-        assert_eq!([228, 164, 100, 50].map(|kb| wave(class, 128, 132, kb << 10)), [396, 264, 132, 132]);
-        assert_eq!(wave(DecodeClass { warps: 8, stages: 2, ..class }, 128, 132, 1 << 20), 132);
-        assert_eq!(wave(DecodeClass { warps: 2, stages: 2, blocks_per_sm: 2, ..class }, 64, 10, 228 << 10), 20);
+        let bf16 = KvDType::BF16;
+        assert_eq!([228, 164, 100, 50].map(|kb| wave(class, 128, bf16, [132, kb << 10])), [396, 264, 132, 132]);
+        assert_eq!(wave(DecodeClass { warps: 8, stages: 2, ..class }, 128, bf16, [132, 1 << 20]), 132);
+        assert_eq!(wave(DecodeClass { warps: 2, stages: 2, blocks_per_sm: 2, ..class }, 64, bf16, [10, 228 << 10]), 20);
     }
 
     proptest! {

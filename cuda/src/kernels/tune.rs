@@ -5,6 +5,7 @@
 //! version or with a shape that no kernel has is an error, and the caller tunes again.
 
 use super::attention::{DecodeClass, SHARED_BYTES_MAX, Tuning};
+use lagoon_types::KvDType;
 use std::fmt;
 use std::str::FromStr;
 
@@ -17,6 +18,9 @@ const GAIN_MIN: f64 = 0.01;
 
 /// Bounds between the classes, in keys.
 const CLASS_KEYS: [u32; 2] = [8 << 10, 32 << 10];
+
+/// Stores that are measured are of 16 bits; classes for 8 bits follow from theirs ([`DecodeClass::of`]).
+const TUNED: KvDType = KvDType::BF16;
 
 /// The first word of the text, with the version of its format.
 const HEADER: &str = "lagoon-attention-tuning-3";
@@ -41,7 +45,7 @@ pub fn candidates(head_dim: u32, shared_bytes_max: u32) -> Vec<DecodeClass> {
         for blocks_per_sm in [1, 2, 3, 4] {
             for piece_keys_min in [256, 512, 1024] {
                 let class = DecodeClass { warps, stages, blocks_per_sm, piece_keys_min };
-                if class.fitted(head_dim, shared_bytes_max) == class {
+                if class.fitted(head_dim, TUNED, shared_bytes_max) == class {
                     out.push(class);
                 }
             }
@@ -62,7 +66,7 @@ pub fn tune<E>(
     contexts: [u32; 3],
     mut seconds: impl FnMut(DecodeClass, u32) -> Result<f64, E>,
 ) -> Result<Tuned, E> {
-    let mut classes = untuned.classes.map(|class| class.fitted(head_dim, untuned.shared_bytes_max));
+    let mut classes = untuned.classes.map(|class| class.fitted(head_dim, TUNED, untuned.shared_bytes_max));
     for (class, keys) in classes.iter_mut().zip(contexts) {
         let mut best = seconds(*class, keys)? * (1.0 - GAIN_MIN);
         for candidate in candidates(head_dim, untuned.shared_bytes_max) {
@@ -156,7 +160,7 @@ mod tests {
         for head_dim in [64, 96, 128, 256] {
             let known = candidates(head_dim, SHARED_BYTES_MAX);
             assert!(known.len() >= 8);
-            for class in Tuning::untuned(1).classes.map(|class| class.fitted(head_dim, SHARED_BYTES_MAX)) {
+            for class in Tuning::untuned(1).classes.map(|class| class.fitted(head_dim, TUNED, SHARED_BYTES_MAX)) {
                 assert!(known.contains(&class), "{class:?}");
             }
         }

@@ -9,12 +9,12 @@ use lagoon_cuda::kernels::attention::{
     Buffers, KvView, Plan, Precision, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, Store, Tuning,
 };
 use lagoon_types::run::visible;
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
+use lagoon_types::{Alibi, AttentionGeometry, KvDType, KvRun, KvShape};
 
 #[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) geometry: AttentionGeometry,
-    pub(crate) dtype: DType,
+    pub(crate) dtype: KvDType,
     pub(crate) precision: Precision,
     pub(crate) wgmma: bool,
     /// Launches that others of the device came before: they choose the order of turns.
@@ -33,7 +33,7 @@ impl Default for Case {
     fn default() -> Self {
         Self {
             geometry: geometry(4, 2, 64),
-            dtype: DType::BF16,
+            dtype: KvDType::BF16,
             precision: Precision::Exact,
             wgmma: false,
             turn: 0,
@@ -53,9 +53,10 @@ impl Default for Case {
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 struct Line([u8; 128]);
 
-/// A store's bytes, exactly as long as it is, so that the address sanitizer sees the end.
+/// A store's bytes, which end where its memory does, so that the address sanitizer sees the end.
 enum Stored {
-    Words(Vec<u128>),
+    /// With the bytes before the store.
+    Words(Vec<u128>, usize),
     Lines(Vec<Line>),
 }
 
@@ -68,13 +69,14 @@ impl Stored {
             return Self::Lines(store);
         }
         let mut store = vec![0; bytes.len().div_ceil(16)];
-        bytemuck::cast_slice_mut::<u128, u8>(&mut store)[..bytes.len()].copy_from_slice(bytes);
-        Self::Words(store)
+        let before = 16 * store.len() - bytes.len();
+        bytemuck::cast_slice_mut::<u128, u8>(&mut store)[before..].copy_from_slice(bytes);
+        Self::Words(store, before)
     }
 
     fn address(&self) -> u64 {
         match self {
-            Self::Words(store) => store.as_ptr() as u64,
+            Self::Words(store, before) => store.as_ptr() as u64 + *before as u64,
             Self::Lines(store) => store.as_ptr() as u64,
         }
     }
@@ -160,18 +162,28 @@ pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String>
     let g = case.geometry;
     let (seqs, runs, slots) = layout(case, &mut data);
     // A token holds K and V of two layers, the second of which is attended to.
-    let kv_dim = g.kv_dim();
-    let token = 4 * kv_dim;
-    let (bytes, widened) = data.stored(case.dtype, slots as usize * token);
+    let shape = KvShape { layers: 1, kv_heads: 2 * g.kv_heads, head_dim: g.head_dim, dtype: case.dtype };
+    let (kv_dim, token) = (g.kv_dim(), 4 * g.kv_dim());
+    // The last slot is that of a key.
+    let tokens = slots as usize - 1;
+    let (mut bytes, mut widened) = data.stored_kv(shape, tokens);
+    let row = case.dtype.row_elements(g.head_dim);
+    let rows = g.kv_heads as usize * row;
+    let part = rows * case.dtype.element_bytes();
+    let (mut at, mut token_stride) = ([2 * part, 3 * part], 4 * rows);
+    if case.dtype == KvDType::Fp8 {
+        // Some tokens are zeros. Planes lie apart, so that rows begin at any multiple of four.
+        for slot in (0..tokens).step_by(5) {
+            bytes[slot * 4 * part..][..4 * part].fill(0);
+            widened[slot * token..][..token].fill(0.0);
+        }
+        let plane = |n: usize| bytes.chunks_exact(4 * part).flat_map(move |token| &token[n * part..][..part]).copied();
+        bytes = plane(2).chain(plane(3)).collect();
+        (at, token_stride) = ([0, tokens * part], rows);
+    }
     let store = Stored::new(&bytes, case.wgmma);
-    let base = store.address();
-    let offset = |elements: usize| (elements * case.dtype.size()) as u64;
-    let view = KvView {
-        k: base + offset(2 * kv_dim),
-        v: base + offset(3 * kv_dim),
-        token_stride: token as u64,
-        head_stride: u64::from(g.head_dim),
-    };
+    let [k, v] = at.map(|offset| store.address() + offset as u64);
+    let view = KvView { k, v, token_stride: token_stride as u64, head_stride: row as u64 };
     let stored = |value: bool, slot: u32, at: usize| {
         f64::from(widened[slot as usize * token + (2 + usize::from(value)) * kv_dim + at])
     };
@@ -193,12 +205,12 @@ pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String>
         lse: Tensor { data: vec![f32::NAN; rows * heads], cols: heads },
         count: Vec::new(),
     };
-    device.attend(&q, &batch, view, case.dtype.into(), case.pad, &mut out);
+    device.attend(&q, &batch, view, case.dtype, case.pad, &mut out);
     let boxes = case.wgmma && case.softcap.is_none();
     assert_eq!(device.plan.has_boxes(), boxes, "boxes where they are asked for, and no score is capped");
     let bound = match (case.precision, case.dtype) {
-        (Precision::Fast, DType::BF16) => 2e-2,
-        (Precision::Fast, DType::F16) => 3e-3,
+        (Precision::Fast, KvDType::BF16 | KvDType::Fp8) => 2e-2,
+        (Precision::Fast, KvDType::F16) => 3e-3,
         _ => 3e-5,
     };
     let dim = g.head_dim as usize;
@@ -230,9 +242,9 @@ fn near(got: f32, want: f64, bound: f64) -> Result<(), String> {
 /// Caps below the scores, with every kernel; the plan keeps capped scores from warpgroup kernels.
 #[test]
 fn soft_caps() {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
+    for dtype in KvDType::ALL {
         for (head_dim, wgmma) in [(64, false), (96, false), (128, true), (256, false), (40, false)] {
-            let wgmma = wgmma && dtype != DType::F32;
+            let wgmma = wgmma && matches!(dtype, KvDType::F16 | KvDType::BF16);
             for (precision, alibi) in [(Precision::Exact, false), (Precision::Fast, true)] {
                 let (geometry, seqs) = (geometry(6, 2, head_dim), vec![(1, 90), (40, 61), (3, 500)]);
                 let base = Case { geometry, dtype, precision, wgmma, alibi, seqs, ..Case::default() };
@@ -247,8 +259,9 @@ fn soft_caps() {
 #[test]
 fn groups_of_every_size() {
     for group in 1..=8 {
-        let dtype = if group % 2 == 0 { DType::F16 } else { DType::BF16 };
-        check(&Case { geometry: geometry(2 * group, 2, 64), dtype, ..Case::default() });
+        for dtype in [if group % 2 == 0 { KvDType::F16 } else { KvDType::BF16 }, KvDType::Fp8] {
+            check(&Case { geometry: geometry(2 * group, 2, 64), dtype, ..Case::default() });
+        }
     }
     // More heads than a tile, and more than a tile of many rows.
     check(&Case { geometry: geometry(12, 1, 64), seqs: vec![(1, 70), (2, 9), (20, 3)], ..Case::default() });
@@ -258,7 +271,7 @@ fn groups_of_every_size() {
 
 #[test]
 fn one_term_is_near() {
-    for dtype in [DType::F16, DType::BF16] {
+    for dtype in [KvDType::F16, KvDType::BF16, KvDType::Fp8] {
         for head_dim in [64, 96, 128, 256] {
             let seqs = vec![(50, 40), (1, 60)];
             let precision = Precision::Fast;
@@ -270,7 +283,7 @@ fn one_term_is_near() {
 /// What devices take whose blocks get 99 KB: smaller tiles, or the decode kernel where none fits.
 #[test]
 fn little_shared_memory() {
-    for dtype in [DType::F16, DType::BF16] {
+    for dtype in [KvDType::F16, KvDType::BF16, KvDType::Fp8] {
         for (head_dim, precision) in [
             (96, Precision::Exact),
             (128, Precision::Exact),
@@ -287,7 +300,7 @@ fn little_shared_memory() {
 
 #[test]
 fn two_terms_for_every_head_size() {
-    for dtype in [DType::F16, DType::BF16] {
+    for dtype in [KvDType::F16, KvDType::BF16, KvDType::Fp8] {
         for head_dim in [64, 96, 128, 256] {
             let seqs = vec![(70, 0), (33, 101), (1, 300), (5, 250)];
             check(&Case { geometry: geometry(3, 1, head_dim), dtype, seqs, ..Case::default() });
@@ -300,13 +313,16 @@ fn windows_and_biases_together() {
     for window in [1, 15, 16, 17, 64, 65] {
         let seqs = vec![(1, 130), (66, 64), (1, 15), (3, 16)];
         let alibi = window % 2 == 1;
-        check(&Case { window: Some(window), alibi, seqs, run_max: 20, ..Case::default() });
+        let case = Case { window: Some(window), alibi, seqs, run_max: 20, ..Case::default() };
+        for (dtype, kv_heads) in [(KvDType::BF16, 2), (KvDType::Fp8, 2), (KvDType::Fp8, 1), (KvDType::Fp8, 3)] {
+            check(&Case { dtype, geometry: geometry(2 * kv_heads, kv_heads, 64), ..case.clone() });
+        }
     }
 }
 
 #[test]
 fn odd_stores_take_the_general_kernel() {
-    for (dtype, head_dim) in [(DType::F32, 64), (DType::F16, 20), (DType::BF16, 130)] {
+    for (dtype, head_dim) in [(KvDType::F32, 64), (KvDType::F16, 20), (KvDType::BF16, 130), (KvDType::Fp8, 62)] {
         check(&Case { geometry: geometry(6, 3, head_dim), dtype, alibi: true, ..Case::default() });
     }
 }
@@ -317,14 +333,14 @@ fn latents_take_their_own_kernels() {
     let mut data = Data::new(4);
     let case = Case { geometry: geometry(8, 1, 64), seqs: vec![(1, 3000), (90, 700)], ..Case::default() };
     let (seqs, runs, _) = layout(&case, &mut data);
-    let kernels = [(DType::F16, "attention_latent_f16"), (DType::BF16, "attention_latent_bf16")];
+    let kernels = [(KvDType::F16, "attention_latent_f16"), (KvDType::BF16, "attention_latent_bf16")];
     for (head_dim, (dtype, name)) in [64, 96, 128, 256, 288].into_iter().flat_map(|dim| kernels.map(|k| (dim, k))) {
         let g = AttentionGeometry { latent: true, ..geometry(8, 1, head_dim) };
         let batch =
             AttnBatch { geometry: g, scale: 1.0, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
         let mut plan = Plan::default();
         let tuning = Tuning { wgmma: true, precision: Precision::Fast, ..TUNING };
-        plan.make(&batch, Store { dtype: dtype.into(), aligned: true, boxed: true }, &tuning);
+        plan.make(&batch, Store { dtype, aligned: true, boxed: true }, &tuning);
         let at = Buffers { plan: 0, q: 0, q_stride: 0, slopes: 0, out: 0, lse: 0, piece_out: 0, piece_lse: 0 };
         let stride = u64::from(head_dim);
         let view = KvView { k: 0, v: 0, token_stride: stride, head_stride: stride };
@@ -335,10 +351,102 @@ fn latents_take_their_own_kernels() {
     }
 }
 
+/// Attends to 70 keys of one KV head in 8 bits by two heads that ask the same, `rows` rows of them. `near` compares each row's position
+/// and first head with f64.
+fn eight_bits(query: &[f32], values: &[f32], rows: u32, near: impl Fn(u32, &[f32], &[f64])) {
+    let (g, keys) = (geometry(2, 1, 64), number(values.len() / 128));
+    let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 64, dtype: KvDType::Fp8 };
+    let (mut bytes, mut widened) = (Vec::new(), Vec::new());
+    shape.encode(values, &mut bytes);
+    shape.decode(&bytes, &mut widened);
+    let store = Stored::new(&bytes, false);
+    let view = KvView { k: store.address(), v: store.address() + 68, token_stride: 136, head_stride: 68 };
+    let runs = [KvRun { base: 0, len: keys, first_pos: 0 }];
+    let seqs = [AttnRows { row0: 0, rows, pos0: keys - rows, run0: 0, runs: 1 }];
+    let batch =
+        AttnBatch { geometry: g, scale: 1.0, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
+    let rows = rows as usize;
+    let q = Tensor { data: query.repeat(2 * rows), cols: 128 };
+    let tensor = |cols: usize| Tensor { data: vec![f32::NAN; rows * cols], cols };
+    let mut out = Partials { out: tensor(128), lse: tensor(2), count: Vec::new() };
+    let mut device = ShimDevice::open().expect("the shim");
+    device.tuning.precision = Precision::Exact;
+    device.attend(&q, &batch, view, KvDType::Fp8, None, &mut out);
+    let stored =
+        |value: bool, slot: u32, at: usize| f64::from(widened[slot as usize * 128 + usize::from(value) * 64 + at]);
+    for row in 0..rows {
+        let pos = seqs[0].pos0 + number(row);
+        let (want, _) = oracle(&batch, &seqs[0], pos, 0, query, &stored);
+        near(pos, &out.out.data[row * 128..][..64], &want);
+    }
+}
+
+/// Every other value is 2^30 times as large, and its key's weight about as much smaller, so that neither kind outweighs the other, or
+/// no smaller. The decode kernel, and many rows for the other.
+#[test]
+fn scales_of_eight_bit_values_differ_widely() {
+    for (share, rows) in [(1.0, 1), (1.0, 40), (0.0, 1), (0.0, 40)] {
+        let (mut data, far) = (Data::new(8), 2f32.powi(30));
+        let (query, mut values) = (data.values(64), data.values(70 * 128));
+        let norm: f32 = query.iter().map(|x| x * x).sum();
+        for token in values.chunks_exact_mut(256) {
+            let (key, value) = token[128..].split_at_mut(64);
+            key.iter_mut().zip(&query).for_each(|(k, q)| *k = *k * 0.1 - q / norm * share * far.ln());
+            value.iter_mut().for_each(|v| *v *= far);
+        }
+        eight_bits(&query, &values, rows, |pos, got, want| {
+            let largest = want.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+            for (got, want) in got.iter().zip(want) {
+                near(*got, *want, largest * 2e-4).unwrap_or_else(|difference| panic!("position {pos}: {difference}"));
+            }
+        });
+    }
+}
+
+/// The last key's value, or all of its row, is no number: rows of one tile that do not see it are as they were.
+#[test]
+fn decode_hides_what_is_no_number() {
+    for spoilt in [64, 0] {
+        let mut data = Data::new(9);
+        let (query, mut values) = (data.values(64), data.values(70 * 128));
+        values[69 * 128 + spoilt] = f32::INFINITY;
+        eight_bits(&query, &values, 2, |pos, got, want| {
+            if pos == 69 {
+                assert!(got.iter().all(|x| x.is_nan()), "{got:?}");
+            } else {
+                assert!(got.iter().zip(want).all(|(got, want)| near(*got, *want, 3e-5).is_ok()), "{got:?} {want:?}");
+            }
+        });
+    }
+}
+
+#[test]
+fn stores_in_eight_bits_take_tensor_cores() {
+    let (seqs, runs, _) = layout(&Case::default(), &mut Data::new(5));
+    for head_dim in [62, 64, 96, 128, 256] {
+        let geometry = geometry(4, 2, head_dim);
+        let batch =
+            AttnBatch { geometry, scale: 1.0, window: None, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
+        let row = KvDType::Fp8.row_elements(head_dim) as u64;
+        let view = KvView { k: 4, v: 4 + 2 * row, token_stride: 4 * row, head_stride: row };
+        let mut plan = Plan::default();
+        plan.make(&batch, Store::of(&view, KvDType::Fp8, head_dim), &TUNING);
+        let at = Buffers { plan: 0, q: 0, q_stride: 0, slopes: 0, out: 0, lse: 0, piece_out: 0, piece_lse: 0 };
+        let names: Vec<_> = plan.launches(&at, view).map(|launch| launch.name.to_owned()).collect();
+        let want = match head_dim {
+            62 => vec!["attention_any_fp8".to_owned()],
+            _ => vec![format!("attention_decode_fp8_{head_dim}"), format!("attention_prefill_fp8_{head_dim}_exact")],
+        };
+        assert_eq!(names, want);
+    }
+}
+
 #[test]
 fn padded_plans_give_the_same() {
-    let seqs = vec![(1, 500), (1, 3), (2, 90)];
-    check(&Case { seqs, pad: Some((5, 3)), ..Case::default() });
+    for dtype in [KvDType::BF16, KvDType::Fp8] {
+        let seqs = vec![(1, 500), (1, 3), (2, 90)];
+        check(&Case { seqs, dtype, pad: Some((5, 3)), ..Case::default() });
+    }
 }
 
 #[test]
@@ -350,7 +458,7 @@ fn plans_cover_each_visible_key_once() {
         let g = case.geometry;
         let batch = AttnBatch { geometry: g, scale: 1.0, window, alibi: None, softcap: None, seqs: &seqs, runs: &runs };
         let mut plan = Plan::default();
-        plan.make(&batch, Store { dtype: DType::F16.into(), aligned: true, boxed: true }, &TUNING);
+        plan.make(&batch, Store { dtype: KvDType::F16, aligned: true, boxed: true }, &TUNING);
         let [decode, prefill, any, merges] = plan.counts();
         assert!(decode > 0 && prefill > 0 && any == 0 && (merges > 0 || window.is_some()));
         let at = Buffers { plan: 0, q: 0, q_stride: 0, slopes: 0, out: 0, lse: 0, piece_out: 0, piece_lse: 0 };

@@ -6,7 +6,7 @@ use crate::support::device::ShimDevice;
 use crate::support::shim::{ORDERS, SANITIZE, SKIPPED_TILE, STALE_STAGE, Shim, library, mutant};
 use lagoon_cuda::kernels::attention::{KvView, Precision};
 use lagoon_cuda::kernels::boxes::{KvMaps, MapShape, TensorMap};
-use lagoon_types::{DType, KvDType};
+use lagoon_types::KvDType;
 
 /// In each order of turns.
 fn check_orders(case: Case) {
@@ -17,7 +17,7 @@ fn check_orders(case: Case) {
 
 #[test]
 fn types_head_sizes_windows_and_biases() {
-    for dtype in [DType::F16, DType::BF16] {
+    for dtype in [KvDType::F16, KvDType::BF16] {
         for head_dim in [64, 128] {
             for (window, alibi, seqs) in
                 [(None, false, vec![(70, 0), (33, 401)]), (Some(90), true, vec![(140, 60), (20, 0)])]
@@ -55,7 +55,7 @@ fn edges_of_windows_and_tiles() {
 #[test]
 fn runs_of_any_length() {
     for run_max in [1, 3, 5, 16, 17, 64, 100, 1000] {
-        let (dtype, seqs) = (DType::F16, vec![(65, 300), (20, 0)]);
+        let (dtype, seqs) = (KvDType::F16, vec![(65, 300), (20, 0)]);
         check_orders(Case { geometry: geometry(1, 1, 128), dtype, run_max, seqs, ..Case::default() });
     }
 }

@@ -9,6 +9,6 @@ fn lane_of(own: Invocation) -> u32 {
     return 0u;
 }
 
-fn itself(value: vec4<f32>, lane: u32) -> vec4<f32> {
+fn own_value(value: vec4<f32>, lane: u32) -> vec4<f32> {
     return value;
 }

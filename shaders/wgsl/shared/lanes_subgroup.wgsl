@@ -1,4 +1,5 @@
-// Invocations that load for each other: the LANES of a subgroup.
+// Invocations that load for each other: the LANES of a subgroup. Software adapters fill their subgroups; a missing lane would give
+// undefined values.
 struct Invocation {
     @builtin(workgroup_id) wid: vec3<u32>,
     @builtin(num_workgroups) wcount: vec3<u32>,

@@ -85,14 +85,16 @@ fn out_file(args: &Args, tool: &str, kind: &str) -> std::path::PathBuf {
 /// One case: its name, whether it uses warpgroup kernels, and its function.
 type Case = (&'static str, bool, fn(&mut CudaDevice) -> anyhow::Result<Vec<f32>>);
 
-const CASE_LIST: [Case; 7] = [
+const CASE_LIST: [Case; 9] = [
     ("linear, one row", false, |d| linear(d, 1)),
     ("linear, tiles", false, |d| linear(d, 70)),
     ("norm, rotation, activation", false, pointwise),
     ("latent rows, attention and products by head", false, latents),
-    ("decode attention, two sequences", false, |d| attention(d, &[(1, 300), (1, 33)])),
-    ("prefill attention", false, |d| attention(d, &[(70, 60)])),
-    ("prefill attention, warpgroups", true, |d| attention(d, &[(70, 60)])),
+    ("decode attention, two sequences", false, |d| attention(d, KvDType::BF16, &[(1, 300), (1, 33)])),
+    ("decode attention in 8 bits", false, |d| attention(d, KvDType::Fp8, &[(1, 300), (1, 33)])),
+    ("prefill attention", false, |d| attention(d, KvDType::BF16, &[(70, 60)])),
+    ("prefill attention in 8 bits", false, |d| attention(d, KvDType::Fp8, &[(70, 60)])),
+    ("prefill attention, warpgroups", true, |d| attention(d, KvDType::BF16, &[(70, 60)])),
 ];
 
 fn cases(_: &Args, out: &mut Out) -> anyhow::Result<()> {
@@ -171,9 +173,9 @@ fn latents(d: &mut CudaDevice) -> anyhow::Result<Vec<f32>> {
 }
 
 /// Attention of sequences `(rows, keys before)`, a run each.
-fn attention(d: &mut CudaDevice, sequences: &[(u32, u32)]) -> anyhow::Result<Vec<f32>> {
+fn attention(d: &mut CudaDevice, dtype: KvDType, sequences: &[(u32, u32)]) -> anyhow::Result<Vec<f32>> {
     let g = GEOMETRY;
-    let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: KvDType::BF16 };
+    let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype };
     let (mut seqs, mut runs, mut row0, mut base) = (Vec::new(), Vec::new(), 0, 0);
     for &(rows, before) in sequences {
         let len = rows + before;

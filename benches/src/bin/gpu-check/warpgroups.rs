@@ -9,7 +9,7 @@ use lagoon_backend::{AttnBatch, AttnRows, Device, Partials, VirtualMemory};
 use lagoon_cuda::TuneFor;
 use lagoon_cuda::driver::Context;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, KvSpace};
+use lagoon_types::{AttentionGeometry, DType, KvDType, KvRun, KvShape, KvSpace};
 use serde_json::{Value, json};
 
 /// Records why there is nothing to measure on other devices.
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     for &tokens in prompts(args) {
         out.row("rows", json!({ "tokens": tokens, "kernel": "wgmma" }), || {
             let tuning = Tuning { wgmma: true, ..tuning(args, DType::BF16, Precision::Fast)? };
-            prefill_row(tokens, &prefill(tokens, DType::BF16, None, tuning)?)
+            prefill_row(tokens, &prefill(tokens, KvDType::BF16, None, tuning)?)
         })?;
     }
     for terabytes in [0, 1, 4] {
