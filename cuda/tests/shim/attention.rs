@@ -151,21 +151,10 @@ pub(crate) fn check(case: &Case) {
     }
 }
 
-/// The first difference beyond the bound. That is absolute: queries, keys and values are below 3 and mostly below 1, so scores and
-/// outputs are about 1.
-pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String> {
-    device.tuning.precision = case.precision;
-    device.tuning.wgmma = case.wgmma;
-    device.launches = case.turn;
-    device.tuning.shared_bytes_max = case.shared_bytes_max;
-    let mut data = Data::new(21);
+/// A random store, a layer of it, and the elements of its tokens: K and V of two layers each, the second of which is the layer.
+fn kv(case: &Case, data: &mut Data, tokens: usize) -> (Stored, KvView, Vec<f32>) {
     let g = case.geometry;
-    let (seqs, runs, slots) = layout(case, &mut data);
-    // A token holds K and V of two layers, the second of which is attended to.
     let shape = KvShape { layers: 1, kv_heads: 2 * g.kv_heads, head_dim: g.head_dim, dtype: case.dtype };
-    let (kv_dim, token) = (g.kv_dim(), 4 * g.kv_dim());
-    // The last slot is that of a key.
-    let tokens = slots as usize - 1;
     let (mut bytes, mut widened) = data.stored_kv(shape, tokens);
     let row = case.dtype.row_elements(g.head_dim);
     let rows = g.kv_heads as usize * row;
@@ -173,6 +162,7 @@ pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String>
     let (mut at, mut token_stride) = ([2 * part, 3 * part], 4 * rows);
     if case.dtype == KvDType::Fp8 {
         // Some tokens are zeros. Planes lie apart, so that rows begin at any multiple of four.
+        let token = 4 * g.kv_dim();
         for slot in (0..tokens).step_by(5) {
             bytes[slot * 4 * part..][..4 * part].fill(0);
             widened[slot * token..][..token].fill(0.0);
@@ -184,6 +174,22 @@ pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String>
     let store = Stored::new(&bytes, case.wgmma);
     let [k, v] = at.map(|offset| store.address() + offset as u64);
     let view = KvView { k, v, token_stride: token_stride as u64, head_stride: row as u64 };
+    (store, view, widened)
+}
+
+/// The first difference beyond the bound. That is absolute: queries, keys and values are below 3 and mostly below 1, so scores and
+/// outputs are about 1.
+pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String> {
+    device.tuning.precision = case.precision;
+    device.tuning.wgmma = case.wgmma;
+    device.launches = case.turn;
+    device.tuning.shared_bytes_max = case.shared_bytes_max;
+    let mut data = Data::new(21);
+    let g = case.geometry;
+    let (seqs, runs, slots) = layout(case, &mut data);
+    let (kv_dim, token) = (g.kv_dim(), 4 * g.kv_dim());
+    // The last slot is that of a key.
+    let (_store, view, widened) = kv(case, &mut data, slots as usize - 1);
     let stored = |value: bool, slot: u32, at: usize| {
         f64::from(widened[slot as usize * token + (2 + usize::from(value)) * kv_dim + at])
     };
