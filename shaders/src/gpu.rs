@@ -20,6 +20,8 @@ const SLOTS: u64 = 512;
 /// Dispatches after which a batch is submitted, so that the device starts while the host records on. The remaining
 /// uniform slots are for the dispatches of one operation.
 const BATCH_DISPATCHES: usize = 128;
+/// Smaller subgroups are not used: of four invocations, the ninth of a workgroup gets wrong sums on llvmpipe of 128 bits (Mesa 22.3).
+const SUBGROUP_LEAST: u32 = 8;
 /// First size of the upload arena, in bytes. It grows when one upload needs more.
 const ARENA_BYTES: u64 = 4 << 20;
 /// Size of a readback, in bytes.
@@ -110,7 +112,9 @@ impl Gpu {
                 .min(limits.max_buffer_size),
             native_f16: summary.f16 && options.native_f16,
             teams: match &summary.subgroup {
-                Some(sizes) if options.subgroups => Teams::Subgroup { least: *sizes.start(), most: *sizes.end() },
+                Some(sizes) if options.subgroups && *sizes.start() >= SUBGROUP_LEAST => {
+                    Teams::Subgroup { least: *sizes.start(), most: *sizes.end() }
+                }
                 _ => Teams::Workgroup,
             },
             wide_kernels: summary.software && options.wide_kernels,

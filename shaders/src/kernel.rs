@@ -136,11 +136,11 @@ impl Teams {
         SPAN * teams
     }
 
-    /// Invocations that load for each other in wide kernels, whose workgroups have eight: a subgroup, if all are as large and divide
-    /// that; otherwise each for itself.
+    /// Invocations that load for each other in wide kernels, whose workgroups have eight: a subgroup, if all have as many; otherwise
+    /// each for itself.
     pub(crate) fn lanes(self) -> u32 {
         match self {
-            Self::Subgroup { least: lanes @ (4 | 8), most } if most == lanes => lanes,
+            Self::Subgroup { least: 8, most: 8 } => 8,
             _ => 1,
         }
     }

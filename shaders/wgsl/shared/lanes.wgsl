@@ -1,4 +1,4 @@
-// Invocations that load for each other, on adapters without subgroups of 4 or of 8: each loads for itself.
+// Invocations that load for each other, on adapters whose subgroups are not all of eight: each loads for itself.
 struct Invocation {
     @builtin(workgroup_id) wid: vec3<u32>,
     @builtin(num_workgroups) wcount: vec3<u32>,
