@@ -15,7 +15,8 @@
 //!   `_small` ones are for devices whose blocks get 99 KB of shared memory ([`Tuning::shared_bytes_max`]).
 //! * `attention_wgmma_*`: as prefill, rounded, on compute capability 9.0 ([`Tuning::wgmma`]), if TMA can address the
 //!   store's planes ([`Store::boxed`]) and scores have no soft cap.
-//! * `attention_decode_fp8_*`, `attention_prefill_fp8_*`: the same for KV in 8 bits. Decode multiplies in f16, prefill in bf16.
+//! * `attention_decode_fp8_*`, `attention_prefill_fp8_*`: the same for KV in 8 bits. Decode multiplies in f16, prefill in bf16,
+//!   always [`Precision::Exact`].
 //! * `attention_any_*`: all other stores: f32, odd head sizes, unaligned planes. Plain f32 arithmetic.
 //! * `attention_latent_*`: latents ([`AttentionGeometry::latent`]) of any size, whose rows have their first half in K and their
 //!   second one in V. As `attention_any_*`.
@@ -339,14 +340,16 @@ impl Plan {
         (self.piece_rows, self.decode_tiles) = (0, 1);
         (self.scale, self.softcap) = (batch.scale, batch.softcap);
         (self.window, self.geometry) = (batch.window, Some((g, dtype)));
-        self.precision = Some(tuning.precision);
+        // Rounded to bf16, queries of prompts would be less exact than those of decoding, which are two terms.
+        let precision = if dtype == KvDType::Fp8 { Precision::Exact } else { tuning.precision };
+        self.precision = Some(precision);
         // Warpgroup kernels have no soft cap: its registers and its time would be those of every model.
         self.wgmma = tuning.wgmma && tuning.precision == Precision::Fast && store.boxed && batch.softcap.is_none();
         let tensor = store.aligned && family(dtype, g).is_some();
         self.wgmma &= family(dtype, g).is_some_and(|family| family.wgmma.is_some());
         self.prefill_shape = match self.wgmma {
             true => Some(WGMMA_SHAPE),
-            false => prefill_shape(g.head_dim, tuning.precision, tuning.shared_bytes_max),
+            false => prefill_shape(g.head_dim, precision, tuning.shared_bytes_max),
         };
         let prefill_tile = self.prefill_shape.map_or(0, |shape| shape.tile);
         let work = |seq: &AttnRows| match seq.rows * g.group() {

@@ -17,8 +17,8 @@ pub enum Precision {
     /// The sum of two numbers of the store's or weight's type: about as exact as f32 (22 bits for f16, 16 for bf16 and KV in 8
     /// bits), for twice the products.
     Exact,
-    /// Rounded to the type of the store or weight, as in most engines: `2^-11` relative for f16, `2^-8` for bf16 and, in prompts, for
-    /// KV in 8 bits.
+    /// Rounded to the type of the store or weight, as in most engines: `2^-11` relative for f16, `2^-8` for bf16. KV in 8 bits
+    /// is always attended to exactly.
     #[default]
     Fast,
 }

@@ -141,7 +141,7 @@ pub(crate) fn prefill_all(args: &Args, out: &mut Out) -> anyhow::Result<()> {
         let kernels = [
             ("fast", KvDType::BF16, Precision::Fast),
             ("exact", KvDType::BF16, Precision::Exact),
-            ("fp8, fast", KvDType::Fp8, Precision::Fast),
+            ("fp8", KvDType::Fp8, Precision::Exact),
         ];
         for (kernel, dtype, precision) in kernels {
             out.row("rows", json!({ "tokens": tokens, "kernel": kernel }), || {
