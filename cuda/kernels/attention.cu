@@ -31,13 +31,11 @@ ATTENTION(bf16, 96)
 ATTENTION(bf16, 128)
 ATTENTION(bf16, 256)
 
+// Prompts over KV in 8 bits always have two terms.
 #define ATTENTION_FP8(D)                                                                    \
     KERNEL(attention_decode_fp8_##D, 256, 1, AttentionParams) { attention_decode<e4m3, D>(p); } \
-    PREFILL_FP8(D, exact, 2)                                                                \
-    PREFILL_FP8(D, fast, 1)
-#define PREFILL_FP8(D, KIND, TERMS)                                                         \
-    KERNEL(attention_prefill_fp8_##D##_##KIND, 128, 1, AttentionParams) {                   \
-        attention_prefill<bf16, D, TERMS, false, WideningCopy<D, PREFILL_THREADS>>(p);      \
+    KERNEL(attention_prefill_fp8_##D##_exact, 128, 1, AttentionParams) {                    \
+        attention_prefill<bf16, D, 2, false, WideningCopy<D, PREFILL_THREADS>>(p);          \
     }
 
 ATTENTION_FP8(64)
@@ -60,15 +58,13 @@ SMALL_PREFILL(bf16, 128, exact, 2)
 SMALL_PREFILL(bf16, 128, fast, 1)
 SMALL_PREFILL(bf16, 256, fast, 1)
 
-#define SMALL_PREFILL_FP8(D, KIND, TERMS)                                                   \
-    KERNEL(attention_prefill_fp8_##D##_##KIND##_small, 128, 1, AttentionParams) {           \
-        attention_prefill<bf16, D, TERMS, true, WideningCopy<D, PREFILL_THREADS>>(p);       \
+#define SMALL_PREFILL_FP8(D)                                                                \
+    KERNEL(attention_prefill_fp8_##D##_exact_small, 128, 1, AttentionParams) {              \
+        attention_prefill<bf16, D, 2, true, WideningCopy<D, PREFILL_THREADS>>(p);           \
     }
 
-SMALL_PREFILL_FP8(96, exact, 2)
-SMALL_PREFILL_FP8(128, exact, 2)
-SMALL_PREFILL_FP8(128, fast, 1)
-SMALL_PREFILL_FP8(256, fast, 1)
+SMALL_PREFILL_FP8(96)
+SMALL_PREFILL_FP8(128)
 
 // Warpgroup products and the copy engine exist on compute capability 9.0 only: on others these kernels are not in the fatbin.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(LAGOON_SHIM)

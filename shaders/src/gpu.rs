@@ -20,7 +20,7 @@ const SLOTS: u64 = 512;
 /// Dispatches after which a batch is submitted, so that the device starts while the host records on. The remaining
 /// uniform slots are for the dispatches of one operation.
 const BATCH_DISPATCHES: usize = 128;
-/// Smaller subgroups are not used: of four invocations, the ninth of a workgroup gets wrong sums on llvmpipe of 128 bits (Mesa 22.3).
+/// Smaller subgroups are not used: with four invocations, the ninth subgroup of a workgroup sums wrongly on llvmpipe (Mesa 22.3).
 const SUBGROUP_LEAST: u32 = 8;
 /// First size of the upload arena, in bytes. It grows when one upload needs more.
 const ARENA_BYTES: u64 = 4 << 20;

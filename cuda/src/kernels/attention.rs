@@ -423,7 +423,7 @@ impl Plan {
         }
         let mean = sum.div_ceil(count.max(1));
         let index = tuning.class_keys.iter().filter(|bound| mean > u64::from(**bound)).count();
-        let class = tuning.classes[index].of(dtype);
+        let class = tuning.classes[index].for_store(dtype);
         *self.class.insert(class.fitted(batch.geometry.head_dim, dtype, tuning.shared_bytes_max))
     }
 

@@ -39,7 +39,7 @@ pub struct DecodeClass {
 
 impl DecodeClass {
     /// This class for a store: rows of 8 bits have twice the stages, so that as many bytes are in flight.
-    pub(super) const fn of(mut self, dtype: KvDType) -> Self {
+    pub(super) const fn for_store(mut self, dtype: KvDType) -> Self {
         if matches!(dtype, KvDType::Fp8) {
             self.stages *= 2;
         }

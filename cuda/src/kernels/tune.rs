@@ -19,7 +19,7 @@ const GAIN_MIN: f64 = 0.01;
 /// Bounds between the classes, in keys.
 const CLASS_KEYS: [u32; 2] = [8 << 10, 32 << 10];
 
-/// Stores that are measured are of 16 bits; classes for 8 bits follow from theirs ([`DecodeClass::of`]).
+/// Stores that are measured are of 16 bits; classes for 8 bits follow from theirs ([`DecodeClass::for_store`]).
 const TUNED: KvDType = KvDType::BF16;
 
 /// The first word of the text, with the version of its format.
