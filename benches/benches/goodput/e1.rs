@@ -128,7 +128,10 @@ fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<V
     let mut common_rate = None;
     // What the pool is compared with comes first: its goodput is the rate at which all are compared.
     let [pool, joint, least, free] = systems();
-    for system in [least, free, pool, joint] {
+    let chosen = &part.args.systems;
+    let is_chosen =
+        |system: &System| chosen.is_empty() || chosen.iter().any(|text| system.name.contains(text.as_str()));
+    for system in std::iter::once(least).chain([free, pool, joint].into_iter().filter(is_chosen)) {
         eprintln!("  {} from request {}", system.name, part.offset);
         let started = system.start(lagoon, &part.setup.sizes)?;
         let searched = part.search(&started).with_context(|| system.name.to_owned())?;
@@ -216,7 +219,10 @@ fn ratios(runs: &[Value]) -> Vec<Value> {
             "long_first": first, "long_first_mean": finite(mean(&first)) })
     };
     let over_alone = |system| alone.iter().map(move |over| (system, over));
-    over_alone(&pool).chain(over_alone(&joint)).map(ratio).collect()
+    let has_run = |(system, over): &(&System, &System)| {
+        [system, over].iter().all(|s| runs.iter().any(|run| run["system"] == s.name))
+    };
+    over_alone(&pool).chain(over_alone(&joint)).filter(has_run).map(ratio).collect()
 }
 
 /// Runs E1: its result and its plot's panels.

@@ -336,7 +336,7 @@ impl Timing {
             attention_us_per_ktoken: self.attention_us(1024.0, 0.0),
             prefill_us_per_token: self.step(&chunk).total_us() / chunk.rows,
             copy_bytes_per_s: self.chip.copy_bytes_per_s,
-            prompt_attention_us_per_ktoken: 0.0,
+            prompt_attention_us_per_ktoken: self.attention_us(0.0, 1024.0),
         }
     }
 }

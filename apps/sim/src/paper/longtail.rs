@@ -21,6 +21,8 @@ const CHUNK: u32 = 2_048;
 const TARGET_MS: u32 = 90;
 /// Prompts longer than this are long, in tokens.
 const LONG: u32 = 32_000;
+/// Requests per second at which all come within a millisecond.
+const AT_ONCE: f64 = 1e6;
 /// Requests per second at which searches begin.
 const START: f64 = 0.8;
 
@@ -61,6 +63,8 @@ pub struct Row {
     pub common: Measured,
     /// Median time to the first token of the long prompts there; infinite if most got none.
     pub long_first_s: f64,
+    /// Requests per second, over the time until all have ended, if all come at once: no goodput can be far above it.
+    pub at_once: f64,
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -86,34 +90,40 @@ pub fn run(
         None => search(&searches, &|n| done(n, 2 * searches.len())),
     };
     let common = |part: usize| found[part * systems.len()].rate;
-    let jobs: Vec<Job> = all().map(|(part, _, setting)| Job { setting, requests: at[part](common(part)) }).collect();
-    let measured = run_all(&jobs, &|n| done(searches.len() + n, 2 * searches.len()));
-    let row = |(((part, system, _), found), (job, common)): (((usize, _, _), Found), (&Job, Measured))| {
+    let rates = |part: usize| [common(part), AT_ONCE];
+    let job =
+        |(part, _, setting): (usize, _, Setting)| rates(part).map(|rate| Job { setting, requests: at[part](rate) });
+    let jobs: Vec<Job> = all().flat_map(job).collect();
+    let measured = run_all(&jobs, &|n| done(searches.len() + n / 2, 2 * searches.len()));
+    let row = |(((part, system, _), found), (jobs, measured)): (((usize, _, _), Found), (&[Job], &[Measured]))| {
+        let (job, common) = (&jobs[0], measured[0].clone());
+        let at_once = measured[1].finished as f64 / measured[1].makespan_s;
         let long = |(request, _): &(&Request, _)| request.prompt_tokens > LONG;
         let first = |(_, first): (_, &Option<f64>)| first.unwrap_or(f64::INFINITY);
         let long_first_s = median(job.requests.iter().zip(&common.first_tokens_s).filter(long).map(first).collect());
-        Row { part, system, found, common, long_first_s }
+        Row { part, system, found, common, long_first_s, at_once }
     };
-    all().zip(found).zip(jobs.iter().zip(measured)).map(row).collect()
+    all().zip(found).zip(jobs.chunks(2).zip(measured.chunks(2))).map(row).collect()
 }
 
 /// The rows as a Markdown table; `parts` names the parts.
 #[must_use]
 pub fn table(rows: &[Row], parts: &[String]) -> String {
     let mut text = String::from(
-        "| part | system | goodput, requests/s | over the first | met at its rate | first token late, others late | \
+        "| part | system | goodput, requests/s | over the first | all at once, requests/s | met at its rate | first token late, others late | \
          long prompts' first token there, s | together | failed |\n\
-         |---|---|---:|---:|---:|---:|---:|---:|---:|\n",
+         |---|---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
     );
     for row in rows {
         let base = rows.iter().find(|other| other.part == row.part).map_or(f64::NAN, |other| other.found.rate);
         let _ = writeln!(
             text,
-            "| {} | {} | {:.2} | {:.2} | {:.1} % | {:.1} %, {:.1} % | {:.1} | {} | {} |",
+            "| {} | {} | {:.2} | {:.2} | {:.2} | {:.1} % | {:.1} %, {:.1} % | {:.1} | {} | {} |",
             parts[row.part],
             row.system,
             row.found.rate,
             row.found.rate / base,
+            row.at_once,
             100.0 * row.common.met,
             100.0 * row.common.late[0],
             100.0 * row.common.late[1],
@@ -165,6 +175,7 @@ mod tests {
             let alone = row.system.starts_with("alone");
             assert_eq!(row.common.failed, usize::from(alone), "{}: {:?}", row.system, row.common);
             assert!(row.found.rate > 0.1, "{}: {}", row.system, row.found.rate);
+            assert!(row.at_once > 0.1, "{}: {}", row.system, row.at_once);
         }
         let text = table(&rows, &["all".to_owned()]);
         assert_eq!(text.lines().count(), 2 + rows.len());

@@ -471,7 +471,10 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
                 }
                 Choice::Nowhere => {
                     let Some(instance) = self.start_of_head(id) else {
-                        self.note_head(id, None);
+                        // While all are busy it waits for no memory, and one with an earlier turn may come.
+                        if self.is_any_open() {
+                            self.note_head(id, None);
+                        }
                         break;
                     };
                     self.bind(id, instance, false);
@@ -486,6 +489,10 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             }
             self.bind(id, instance, true);
         }
+    }
+
+    fn is_any_open(&self) -> bool {
+        self.listed.iter().any(|key| self.room(*key).is_some_and(|room| room.is_open()))
     }
 
     /// Instances that a request may go to.

@@ -100,6 +100,41 @@ fn a_request_goes_to_the_least_work_and_waits_where_none_can_start_it() {
     assert_eq!(gateway.core.stats(), DispatchStats { bound: 1, ..DispatchStats::default() });
 }
 
+/// Instances by number and free blocks, with a second of prefill ahead.
+fn busy(at_ms: u64, of: &[(u32, u32)]) -> Event<u32> {
+    let reports = of.iter().map(|(n, free)| {
+        let mut report = report(*n, at_ms, *free, 1);
+        let load = Load { batch_max: 64, prefill_tokens: Some(100_000), ..Load::default() };
+        report.load.load = Some(load);
+        report
+    });
+    Event::Reports { reports: reports.collect(), elsewhere: Elsewhere::default() }
+}
+
+/// 600 rBlocks take 0.1 s of prefill, which sets them back by 0.2 s.
+#[test]
+fn a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier_and_waits_for_no_memory() {
+    let idle = [(1, 900, 1), (2, 900, 1)];
+    for (later_ms, is_first) in [(150, true), (250, false)] {
+        let mut gateway = Gateway::new(Mode::LeastWork);
+        gateway.handle(busy(gateway.at_ms, &[(1, 900), (2, 900)]));
+        let (long, started) = gateway.arrive(600);
+        assert_eq!((started, gateway.core.head()), (vec![], None), "all are busy");
+        gateway.at_ms += later_ms;
+        let (short, started) = gateway.arrive(10);
+        assert_eq!(started, []);
+        let started: Vec<u64> = gateway.report(&idle).into_iter().map(|(id, _)| id).collect();
+        assert_eq!(started, if is_first { [short, long] } else { [long, short] });
+    }
+    // One that waits for memory keeps its place, and is passed a bounded number of times.
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    gateway.report(&[(1, 400, 1)]);
+    let (long, started) = gateway.arrive(600);
+    assert_eq!((started, gateway.core.head()), (vec![], Some((RequestId(long), Some(1)))));
+    let (short, started) = gateway.arrive(10);
+    assert_eq!((started, gateway.core.stats().passes), (vec![(short, 1)], 1));
+}
+
 #[test]
 fn the_old_policy_binds_at_once_by_memory_alone() {
     let mut gateway = Gateway::new(Mode::FreeMemory);
