@@ -129,8 +129,7 @@ fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<V
     // What the pool is compared with comes first: its goodput is the rate at which all are compared.
     let [pool, joint, least, free] = systems();
     let chosen = &part.args.systems;
-    let is_chosen =
-        |system: &System| chosen.is_empty() || chosen.iter().any(|text| system.name.contains(text.as_str()));
+    let is_chosen = |system: &System| chosen.is_empty() || chosen.iter().any(|name| name == system.name);
     for system in std::iter::once(least).chain([free, pool, joint].into_iter().filter(is_chosen)) {
         eprintln!("  {} from request {}", system.name, part.offset);
         let started = system.start(lagoon, &part.setup.sizes)?;

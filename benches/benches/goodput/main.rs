@@ -67,8 +67,8 @@ struct Args {
     /// First requests of e1's parts of the trace.
     #[arg(long, value_delimiter = ',', default_value = "0,800,1600")]
     offsets: Vec<usize>,
-    /// Systems of e1 besides least predicted work, which others are compared with: those whose names contain one of these [default: all].
-    #[arg(long, value_name = "TEXT", value_delimiter = ';')]
+    /// Systems of e1, by their names in its table, besides `alone, least predicted work`, which they are compared with [default: all].
+    #[arg(long, value_name = "NAME", value_delimiter = ';')]
     systems: Vec<String>,
     /// Requests of a run [default: 800; of e2 900; of hits 2000; 96 with --quick].
     #[arg(long)]
