@@ -382,6 +382,7 @@ impl Run {
     /// If the gManager refuses an instance: a bug of ours.
     pub fn run(&mut self) {
         let limit_us = self.setting.limit_s * 1_000_000;
+        let mut emitted = Vec::new();
         while self.open > 0 && self.world.now_us() < limit_us {
             let Some(step) = self.world.step() else { break };
             self.seen.events += u64::from(step != Step::Call(SAMPLE));
@@ -393,9 +394,11 @@ impl Run {
                 Step::Call(index) => self.arrive(index as usize),
                 Step::Handled => {}
             }
-            let mut emitted = std::mem::take(&mut self.world.emitted);
-            emitted.drain(..).for_each(|emission| self.emit(&emission));
-            self.world.emitted = emitted;
+            // A request that a gateway binds at another one's end may be refused at once.
+            while !self.world.emitted.is_empty() {
+                std::mem::swap(&mut emitted, &mut self.world.emitted);
+                emitted.drain(..).for_each(|emission| self.emit(&emission));
+            }
         }
         self.finish();
     }
