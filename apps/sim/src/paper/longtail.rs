@@ -95,15 +95,15 @@ pub fn run(
         |(part, _, setting): (usize, _, Setting)| rates(part).map(|rate| Job { setting, requests: at[part](rate) });
     let jobs: Vec<Job> = all().flat_map(job).collect();
     let measured = run_all(&jobs, &|n| done(searches.len() + n / 2, 2 * searches.len()));
-    let row = |(((part, system, _), found), (jobs, measured)): (((usize, _, _), Found), (&[Job], &[Measured]))| {
-        let (job, common) = (&jobs[0], measured[0].clone());
-        let at_once = measured[1].finished as f64 / measured[1].makespan_s;
+    let row = |(at, ((part, system, _), found)): (usize, ((usize, &'static str, Setting), Found))| {
+        let [(job, common), (_, all)] = [2 * at, 2 * at + 1].map(|at| (&jobs[at], measured[at].clone()));
+        let at_once = all.finished as f64 / all.makespan_s;
         let long = |(request, _): &(&Request, _)| request.prompt_tokens > LONG;
         let first = |(_, first): (_, &Option<f64>)| first.unwrap_or(f64::INFINITY);
         let long_first_s = median(job.requests.iter().zip(&common.first_tokens_s).filter(long).map(first).collect());
         Row { part, system, found, common, long_first_s, at_once }
     };
-    all().zip(found).zip(jobs.chunks(2).zip(measured.chunks(2))).map(row).collect()
+    all().zip(found).enumerate().map(row).collect()
 }
 
 /// The rows as a Markdown table; `parts` names the parts.
