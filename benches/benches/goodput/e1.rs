@@ -4,7 +4,7 @@
 use crate::load::{Ran, Until, own_prompts, replay};
 use crate::systems::{Kind, Started, System};
 use crate::{Args, Setup, points, share_points};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use lagoon_benches::cluster::Lagoon;
 use lagoon_benches::measure::median;
 use lagoon_plot::{Panel, Series};
@@ -129,6 +129,10 @@ fn offset(lagoon: &Lagoon, part: &Part<'_>, panels: &mut Vec<Panel>) -> Result<V
     // What the pool is compared with comes first: its goodput is the rate at which all are compared.
     let [pool, joint, least, free] = systems();
     let chosen = &part.args.systems;
+    let names = systems().map(|system| system.name);
+    if let Some(unknown) = chosen.iter().find(|name| !names.contains(&name.as_str())) {
+        bail!("e1 has no system {unknown:?}\nhint: one of {names:?}, with `;` between several");
+    }
     let is_chosen = |system: &System| chosen.is_empty() || chosen.iter().any(|name| name == system.name);
     for system in std::iter::once(least).chain([free, pool, joint].into_iter().filter(is_chosen)) {
         eprintln!("  {} from request {}", system.name, part.offset);

@@ -63,7 +63,7 @@ pub struct Row {
     pub common: Measured,
     /// Median time to the first token of the long prompts there; infinite if most got none.
     pub long_first_s: f64,
-    /// Requests per second, over the time until all have ended, if all come at once: no goodput can be far above it.
+    /// Finished requests per second, over the time until all have ended, if all come at once. A gateway refuses those that wait too long.
     pub at_once: f64,
 }
 

@@ -31,7 +31,8 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
     fn least_prefill_us(&self, arrival: &Arrival) -> f64 {
         let cached = self.cached(&arrival.prefix);
         let loads = self.listed.iter().filter_map(|key| Some((self.instances.get(key)?.load(), cached.at(*key))));
-        let prefill_us = loads.map(|(load, cached)| load.prompt_us(arrival.ask.prompt_tokens, cached));
+        let measured = loads.filter(|(load, _)| load.prefill_us() > 0.0);
+        let prefill_us = measured.map(|(load, cached)| load.prompt_us(arrival.ask.prompt_tokens, cached));
         prefill_us.min_by(f64::total_cmp).unwrap_or(0.0)
     }
 

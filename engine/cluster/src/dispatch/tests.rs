@@ -119,7 +119,7 @@ fn a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier_and_waits_fo
         let started: Vec<u64> = gateway.handle(running(gateway.at_ms, 0)).into_iter().map(|(id, _)| id).collect();
         assert_eq!(started, if is_first { [short, long] } else { [long, short] });
     }
-    // One that waits for memory keeps its place, and is passed a bounded number of times.
+    // One that waits for memory keeps its place, and is passed.
     let mut gateway = Gateway::new(Mode::LeastWork);
     gateway.report(&[(1, 400, 1)]);
     let (long, started) = gateway.arrive(600);

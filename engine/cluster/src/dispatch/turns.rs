@@ -3,7 +3,7 @@
 //! Start-time fair queueing: a tenant's work is charged when a request of it is started, and the tenant with the least charged
 //! work is next. One that comes back begins at the charge of the one that was started last, not at what it missed meanwhile. Within a
 //! tenant a lower `priority` stands further ahead by a fixed time, and a prompt that takes long further behind by twice its own prefill,
-//! at most [`DISPATCH_SET_BACK_MS`]: those that arrive later than that never overtake it.
+//! at most [`DISPATCH_SET_BACK_MS`]: of equal priority, none that arrives later than that overtakes it.
 
 use super::RequestId;
 use crate::mutants::{self, Mutant};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// A request's place among its tenant's.
 pub(super) type Turn = (i64, RequestId);
 
-/// Microseconds by which each one of a prompt's own prefill sets its request back: measured (docs/paper-results.md).
+/// Microseconds by which each one of a prompt's own prefill sets its request back: measured (ADR 35).
 const PREFILL_WEIGHT: f64 = 2.0;
 
 /// The turn of a request that arrived at `since_ms` and whose prompt takes `prefill_us` microseconds.
