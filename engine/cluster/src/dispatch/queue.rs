@@ -26,8 +26,8 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         self.enqueue(Waiting { arrival, since_ms: self.now_ms, turn, held_ms: None, hand_backs: 0, barred: None });
     }
 
-    /// Time in microseconds in which an instance that caches much of a request's prompt, or is fast, computes the rest; 0 if none has
-    /// measured its prefill.
+    /// Least prefill time of a request's prompt over the listed instances, each less what it caches, in microseconds; 0 if none has measured
+    /// its prefill.
     fn least_prefill_us(&self, arrival: &Arrival) -> f64 {
         let cached = self.cached(&arrival.prefix);
         let loads = self.listed.iter().filter_map(|key| Some((self.instances.get(key)?.load(), cached.at(*key))));

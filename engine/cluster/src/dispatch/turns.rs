@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// A request's place among its tenant's.
 pub(super) type Turn = (i64, RequestId);
 
-/// Microseconds by which each one of a prompt's own prefill sets its request back: measured (ADR 35).
+/// A request's turn is later by its prompt's predicted prefill time times this factor: measured (ADR 35).
 const PREFILL_WEIGHT: f64 = 2.0;
 
 /// The turn of a request that arrived at `since_ms` and whose prompt takes `prefill_us` microseconds.
