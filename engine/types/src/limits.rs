@@ -483,8 +483,6 @@ pub const DISPATCH_LAG_MS: u64 = 100;
 pub const DISPATCH_POOL_MS: u64 = 10_000;
 /// A request that waits for its cached prefix at a busy instance is started elsewhere after so long.
 pub const DISPATCH_PREFIX_MS: u64 = 30_000;
-/// A request's own prefill sets it back in a gateway's queue by so much at most.
-pub const DISPATCH_SET_BACK_MS: u64 = 60_000;
 /// Interval of a gateway's looks at its queue while requests wait.
 pub const DISPATCH_TICK_MS: u64 = 25;
 /// Time after which an instance gives a waiting request back to a gateway that takes it.
@@ -516,8 +514,5 @@ const _: () = assert!(2 * HEARTBEAT_MS <= DISPATCH_AHEAD_MS && DISPATCH_LAG_MS <
 // A prefix takes at most 24 bytes beside its hashes.
 const _: () = assert!(PLACED_HASHES_MAX * (8 + 24) < CONTROL_FRAME_BYTES_MAX && PREFIX_HASHES_MAX <= PLACED_HASHES_MAX);
 const _: () = assert!(
-    DISPATCH_POOL_MS < GATEWAY_QUEUE_MS
-        && DISPATCH_PREFIX_MS < GATEWAY_QUEUE_MS
-        && DISPATCH_SET_BACK_MS < GATEWAY_QUEUE_MS
-        && DISPATCH_NONE_MS < GATEWAY_QUEUE_MS
+    DISPATCH_POOL_MS < GATEWAY_QUEUE_MS && DISPATCH_PREFIX_MS < GATEWAY_QUEUE_MS && DISPATCH_NONE_MS < GATEWAY_QUEUE_MS
 );

@@ -8,7 +8,7 @@
 //! Event (arrival, report, end, tick) ── Dispatcher::handle ──> Effect (Bind, Refuse)
 //! ```
 //!
-//! **The head.** While all instances are busy the queue has no fixed head. One that an instance would take and none can hold waits for memory: of one instance, which it *reserves*, or of the
+//! **The head.** A head of the queue that no instance can hold now waits for memory: of one instance, which it *reserves*, or of the
 //! pool if no instance is large enough. Requests behind it may start elsewhere, and on memory that it waits for [`DISPATCH_PASSES_MAX`]
 //! times, the most useful work per memory and time first. It borrows only if no instance is predicted to hold it whole within
 //! [`DISPATCH_SOON_MS`](lagoon_types::limits::DISPATCH_SOON_MS), or none has after [`DISPATCH_WHOLE_MS`].
@@ -194,7 +194,7 @@ struct Bound<K> {
     is_whole: bool,
 }
 
-/// The head of the queue while it cannot start though an instance is open.
+/// The head of the queue while it cannot start.
 #[derive(Clone, Copy, Debug)]
 struct Head<K> {
     id: RequestId,
@@ -291,8 +291,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         }
     }
 
-    /// The head of the queue while it cannot start though an instance is open, and the instance whose memory it waits for; `None`: the
-    /// pool's.
+    /// The head of the queue while it cannot start, and the instance whose memory it waits for; `None`: the pool's.
     #[must_use]
     pub fn head(&self) -> Option<(RequestId, Option<K>)> {
         self.head.map(|head| (head.id, head.reserved))
@@ -472,10 +471,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
                 }
                 Choice::Nowhere => {
                     let Some(instance) = self.start_of_head(id) else {
-                        // While all are busy it waits for no memory, and one with an earlier turn may come.
-                        if self.is_any_open_to(id) {
-                            self.note_head(id, None);
-                        }
+                        self.note_head(id, None);
                         break;
                     };
                     self.bind(id, instance, false);
@@ -490,11 +486,6 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             }
             self.bind(id, instance, true);
         }
-    }
-
-    fn is_any_open_to(&self, id: RequestId) -> bool {
-        let Some(waiting) = self.waiting.get(&id) else { return false };
-        self.allowed(waiting).any(|key| self.room(key).is_some_and(|room| room.is_open()))
     }
 
     /// Instances that a request may go to.

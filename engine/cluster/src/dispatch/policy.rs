@@ -96,16 +96,6 @@ impl InstanceLoad {
         load.prefill_tokens.unwrap_or_else(|| queued() * u64::from(self.block_tokens))
     }
 
-    /// Prefill time of a prompt of which `cached` tokens have their KV here, in microseconds, with its attention; 0 if it is done
-    /// elsewhere or was not measured.
-    #[must_use]
-    pub fn prompt_us(&self, tokens: u64, cached: u64) -> f64 {
-        let measured = self.calibration.as_ref().map_or(0.0, |calibration| calibration.prompt_attention_us_per_ktoken);
-        let attention_us = if self.prefills && measured.is_finite() { measured.max(0.0) / 1_024.0 } else { 0.0 };
-        let (tokens, cached) = (as_f64(tokens), as_f64(cached.min(tokens)));
-        (tokens - cached) * (self.prefill_us() + attention_us * (tokens + cached) / 2.0)
-    }
-
     /// Prefill time of a token, in microseconds; 0 if it is done elsewhere or was not measured.
     #[must_use]
     pub fn prefill_us(&self) -> f64 {
@@ -275,19 +265,6 @@ mod tests {
 
     fn ask(prompt_tokens: u64) -> Ask {
         Ask { prompt_tokens, answer_tokens: 100, sequences: 1 }
-    }
-
-    /// A row attends to as many keys as stand before it: half of the prompt in the mean, cached ones included.
-    #[test]
-    fn a_prompt_takes_its_rows_and_their_attention() {
-        let mut of = instance();
-        assert_eq!(of.prompt_us(2_048, 0), 204_800.0);
-        of.calibration.iter_mut().for_each(|calibration| calibration.prompt_attention_us_per_ktoken = 50.0);
-        assert_eq!(of.prompt_us(2_048, 0), 204_800.0 + 2_048.0 * 50.0);
-        assert_eq!(of.prompt_us(2_048, 1_024), 102_400.0 + 1_024.0 * 75.0);
-        assert_eq!((of.prompt_us(2_048, 4_000), of.prompt_us(0, 0)), (0.0, 0.0));
-        of.prefills = false;
-        assert_eq!(of.prompt_us(2_048, 0), 0.0);
     }
 
     #[test]

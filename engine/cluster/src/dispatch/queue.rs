@@ -22,18 +22,8 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             self.effects.push(Effect::Refuse { id, why });
             return;
         }
-        let turn = turn(self.now_ms, arrival.priority, self.least_prefill_us(&arrival), id);
+        let turn = turn(self.now_ms, arrival.priority, id);
         self.enqueue(Waiting { arrival, since_ms: self.now_ms, turn, held_ms: None, hand_backs: 0, barred: None });
-    }
-
-    /// Least prefill time of a request's prompt over the listed instances, each less what it caches, in microseconds; 0 if none has measured
-    /// its prefill.
-    fn least_prefill_us(&self, arrival: &Arrival) -> f64 {
-        let cached = self.cached(&arrival.prefix);
-        let loads = self.listed.iter().filter_map(|key| Some((self.instances.get(key)?.load(), cached.at(*key))));
-        let measured = loads.filter(|(load, _)| load.prefill_us() > 0.0);
-        let prefill_us = measured.map(|(load, cached)| load.prompt_us(arrival.ask.prompt_tokens, cached));
-        prefill_us.min_by(f64::total_cmp).unwrap_or(0.0)
     }
 
     /// Why a request cannot wait here.

@@ -100,34 +100,6 @@ fn a_request_goes_to_the_least_work_and_waits_where_none_can_start_it() {
     assert_eq!(gateway.core.stats(), DispatchStats { bound: 1, ..DispatchStats::default() });
 }
 
-/// 600 rBlocks take 0.96 s of prefill, which sets them back by 1.92 s.
-#[test]
-fn a_short_prompt_goes_before_a_long_one_that_came_a_little_earlier_and_waits_for_no_memory() {
-    let running = |at_ms, prefill_tokens| {
-        let mut reports = vec![busy(1, at_ms, prefill_tokens), busy(2, at_ms, prefill_tokens)];
-        reports.iter_mut().for_each(|report| report.load.running = 1);
-        Event::Reports { reports, elsewhere: Elsewhere::default() }
-    };
-    for (later_ms, is_first) in [(1_800, true), (2_000, false)] {
-        let mut gateway = Gateway::new(Mode::LeastWork);
-        gateway.handle(running(gateway.at_ms, 100_000));
-        let (long, started) = gateway.arrive(600);
-        assert_eq!((started, gateway.core.head()), (vec![], None), "all are busy");
-        gateway.at_ms += later_ms;
-        let (short, started) = gateway.arrive(10);
-        assert_eq!(started, []);
-        let started: Vec<u64> = gateway.handle(running(gateway.at_ms, 0)).into_iter().map(|(id, _)| id).collect();
-        assert_eq!(started, if is_first { [short, long] } else { [long, short] });
-    }
-    // One that waits for memory keeps its place, and is passed.
-    let mut gateway = Gateway::new(Mode::LeastWork);
-    gateway.report(&[(1, 400, 1)]);
-    let (long, started) = gateway.arrive(600);
-    assert_eq!((started, gateway.core.head()), (vec![], Some((RequestId(long), Some(1)))));
-    let (short, started) = gateway.arrive(10);
-    assert_eq!((started, gateway.core.stats().passes), (vec![(short, 1)], 1));
-}
-
 #[test]
 fn the_old_policy_binds_at_once_by_memory_alone() {
     let mut gateway = Gateway::new(Mode::FreeMemory);
@@ -282,7 +254,7 @@ fn a_request_that_is_given_back_is_bound_elsewhere_once() {
     assert_eq!(gateway.handle(back(first)), [], "once");
     assert_eq!(gateway.core.stats().waiting, 2);
     gateway.at_ms += 200;
-    assert_eq!(gateway.report(&[(1, 900, 0), (2, 900, 62)]), [(first, 2), (second, 1)], "not where it was");
+    assert_eq!(gateway.report(&[(1, 900, 0), (2, 900, 62)]), [(second, 1), (first, 2)], "not where it was");
     // Alone in the pool, that instance gets it all the same.
     assert_eq!(gateway.handle(back(second)), [(second, 2)]);
     gateway.report(&[(1, 900, 64)]);
@@ -438,10 +410,10 @@ fn a_gateway_without_a_gmanager_has_its_own_view() {
     // What is handed back was bound to places of others: nothing follows it there for a while.
     let (back, _) = *started.iter().find(|(_, at)| *at == 1).unwrap();
     assert_eq!(gateway.handle(Event::HandedBack { id: RequestId(back) }), []);
-    assert_eq!(gateway.handle(ended(first)), [(back, 2)], "it is the oldest, and there is a place at the other one");
+    let next = gateway.handle(ended(first));
+    assert!(matches!(next[..], [(next, 2)] if next != back), "{next:?}: there is a place at the other one");
     assert_eq!(gateway.pass(HAND_BACK_REST_MS - 1), []);
-    let next = gateway.pass(1);
-    assert!(matches!(next[..], [(_, 1)]), "{next:?}");
+    assert_eq!(gateway.pass(1), [(back, 1)]);
 }
 
 /// An idle instance with so many tokens of prompts to compute, 100 us each.

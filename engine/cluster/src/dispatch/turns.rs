@@ -1,13 +1,12 @@
-//! The order of the queue: tenants by their share, and a tenant's requests by age, priority and their own prefill.
+//! The order of the queue: tenants by their share, and a tenant's requests by priority and age.
 //!
 //! Start-time fair queueing: a tenant's work is charged when a request of it is started, and the tenant with the least charged
 //! work is next. One that comes back begins at the charge of the one that was started last, not at what it missed meanwhile. Within a
-//! tenant a lower `priority` stands further ahead by a fixed time, and a prompt that takes long further behind by twice its own prefill,
-//! at most [`DISPATCH_SET_BACK_MS`]: of equal priority, none that arrives later than that overtakes it.
+//! tenant a lower `priority` stands further ahead by a fixed time, so that nobody is overtaken for ever.
 
 use super::RequestId;
 use crate::mutants::{self, Mutant};
-use lagoon_types::limits::{DISPATCH_SET_BACK_MS, DISPATCH_TENANTS_MAX, PRIORITY_MAX, PRIORITY_STEP_MS};
+use lagoon_types::limits::{DISPATCH_TENANTS_MAX, PRIORITY_MAX, PRIORITY_STEP_MS};
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,14 +14,10 @@ use std::sync::Arc;
 /// A request's place among its tenant's.
 pub(super) type Turn = (i64, RequestId);
 
-/// A request's turn is later by its prompt's predicted prefill time times this factor: measured (ADR 35).
-const PREFILL_WEIGHT: f64 = 2.0;
-
-/// The turn of a request that arrived at `since_ms` and whose prompt takes `prefill_us` microseconds.
-pub(super) fn turn(since_ms: u64, priority: i32, prefill_us: f64, id: RequestId) -> Turn {
-    let priority = i64::from(priority.clamp(-PRIORITY_MAX, PRIORITY_MAX)) * PRIORITY_STEP_MS.cast_signed();
-    let own_ms = crate::perf::whole(PREFILL_WEIGHT * prefill_us / 1_000.0).clamp(0, DISPATCH_SET_BACK_MS.cast_signed());
-    (since_ms.cast_signed().saturating_add(own_ms).saturating_add(priority), id)
+/// The turn of a request that arrived at `since_ms`.
+pub(super) fn turn(since_ms: u64, priority: i32, id: RequestId) -> Turn {
+    let priority = i64::from(priority.clamp(-PRIORITY_MAX, PRIORITY_MAX));
+    (since_ms.cast_signed().saturating_add(priority * PRIORITY_STEP_MS.cast_signed()), id)
 }
 
 /// Work charged to a tenant.
@@ -166,7 +161,7 @@ mod tests {
         let (many, few): (Arc<str>, Arc<str>) = ("many".into(), "few".into());
         for n in 0..10 {
             let (tenant, at) = if n < 8 { (&many, n) } else { (&few, n) };
-            let turn = turn(at, 0, 0.0, RequestId(n));
+            let turn = turn(at, 0, RequestId(n));
             turns.add(tenant, turn, 1);
             all.insert(RequestId(n), (Arc::clone(tenant), turn, 10.0));
         }
@@ -179,7 +174,7 @@ mod tests {
         let (mut turns, mut all) = (Turns::default(), BTreeMap::new());
         let (old, new): (Arc<str>, Arc<str>) = ("old".into(), "new".into());
         let mut add = |turns: &mut Turns, n: u64, tenant: &Arc<str>, work| {
-            let turn = turn(n, 0, 0.0, RequestId(n));
+            let turn = turn(n, 0, RequestId(n));
             turns.add(tenant, turn, 1);
             all.insert(RequestId(n), (Arc::clone(tenant), turn, work));
             all.clone()
@@ -201,26 +196,11 @@ mod tests {
     fn priorities_are_a_tenants_own_and_count_as_time() {
         let mut turns = Turns::default();
         let tenant: Arc<str> = "".into();
-        turns.add(&tenant, turn(0, 0, 0.0, RequestId(1)), 1);
-        turns.add(&tenant, turn(10, -5, 0.0, RequestId(2)), 1);
-        turns.add(&tenant, turn(6_000, -5, 0.0, RequestId(3)), 1);
+        turns.add(&tenant, turn(0, 0, RequestId(1)), 1);
+        turns.add(&tenant, turn(10, -5, RequestId(2)), 1);
+        turns.add(&tenant, turn(6_000, -5, RequestId(3)), 1);
         assert_eq!(turns.first(9).collect::<Vec<_>>(), [RequestId(2), RequestId(1), RequestId(3)]);
-        assert_eq!(
-            turn(5, i32::MIN, 0.0, RequestId(0)).0,
-            5 - i64::from(PRIORITY_MAX) * PRIORITY_STEP_MS.cast_signed()
-        );
-    }
-
-    #[test]
-    fn a_long_prompt_is_set_back_by_twice_its_prefill_and_not_for_ever() {
-        let mut turns = Turns::default();
-        let tenant: Arc<str> = "".into();
-        turns.add(&tenant, turn(0, 0, 10e6, RequestId(1)), 1);
-        turns.add(&tenant, turn(19_999, 0, 0.0, RequestId(2)), 1);
-        turns.add(&tenant, turn(20_001, 0, 0.0, RequestId(3)), 1);
-        assert_eq!(turns.first(9).collect::<Vec<_>>(), [RequestId(2), RequestId(1), RequestId(3)]);
-        assert_eq!(turn(5, 0, 3_600e6, RequestId(0)).0, 5 + DISPATCH_SET_BACK_MS.cast_signed());
-        assert_eq!(turn(5, 0, f64::NAN, RequestId(0)).0, 5);
+        assert_eq!(turn(5, i32::MIN, RequestId(0)).0, 5 - i64::from(PRIORITY_MAX) * PRIORITY_STEP_MS.cast_signed());
     }
 
     #[test]
@@ -228,7 +208,7 @@ mod tests {
         let mut turns = Turns::default();
         for n in 0..2 * DISPATCH_TENANTS_MAX as u64 {
             let tenant: Arc<str> = n.to_string().into();
-            let turn = turn(n, 0, 0.0, RequestId(n));
+            let turn = turn(n, 0, RequestId(n));
             turns.add(&tenant, turn, 1);
             turns.start(&tenant, (turn, 1), 1.0);
         }
