@@ -1,5 +1,5 @@
 //! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the test command, and beside it the CUDA kernels' hash
-//! and budget, the rehearsal of the commands for a GPU, and clients from PyPI; then the demo.
+//! and budget, the rehearsal of the commands for a GPU, and a sample of clients from PyPI; then the demo.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -27,11 +27,11 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     // One processor and the network are enough for these: they go on beside the builds.
     let (kernels, tests) = std::thread::scope(|scope| {
         let kernels = scope.spawn(|| good(kernels::run(root, kernels::Task::Check)));
-        let packages = scope.spawn(|| clients::install(root));
+        let packages = scope.spawn(|| clients::install(root, &clients::Options::sample()));
         let beside = || {
             // The clients' check installs missing packages again, and reports the error.
             let _reported_by_it = join(packages);
-            ["gpu-rehearse", "clients"].map(|command| check(&program, command)).into()
+            [["gpu-rehearse"].as_slice(), &["clients", "--sample"]].map(|command| check(&program, command)).into()
         };
         let tests = times.of("tests", || test::report(root, true, beside));
         (join(kernels), tests)
@@ -53,10 +53,10 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
 }
 
 /// A command of this program as a job beside the tests.
-fn check(program: &Path, name: &str) -> Job {
+fn check(program: &Path, arguments: &[&str]) -> Job {
     let mut command = Command::new(program);
-    command.arg(name);
-    Job { name: name.to_owned(), command, binary: None }
+    command.args(arguments);
+    Job { name: arguments.join(" "), command, binary: None }
 }
 
 /// A thread's result; its panic is this thread's.

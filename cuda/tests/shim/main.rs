@@ -1,5 +1,6 @@
-//! Every kernel on the host, against f64: the conformance suite of `Device`, and cases beyond it. The last test runs all once
-//! more under the address sanitizer, without the longest cases; with `LAGOON_SANITIZE_ALL=1`, with them.
+//! Every kernel on the host, against f64: cases beyond the conformance suite of `Device`, and all once more under the address sanitizer,
+//! with the suite's: without it tests/device.rs runs these, with the same kernels and launches. The sanitizer leaves the longest cases
+//! out; with `LAGOON_SANITIZE_ALL=1` it has them, too.
 
 mod attention;
 mod experts;
@@ -12,8 +13,9 @@ mod support;
 mod warpgroups;
 mod wide;
 
-use lagoon_backend::conformance::Tolerance;
+use lagoon_backend::conformance::{Tolerance, cases};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use support::device::ShimDevice;
 use support::shim;
@@ -24,8 +26,18 @@ const SANITIZED_TIME_MAX: Duration = Duration::from_secs(2400);
 
 // Activations of many rows and attention's queries and weights are two terms of bf16, 16 bits against f32's 24: of all cases one
 // product goes beyond the strict bounds, by a few percent.
-lagoon_backend::conformance_suite!(ShimDevice::open, Tolerance::loosened(2.0));
-lagoon_backend::conformance_latent_wide!(ShimDevice::open, Tolerance::loosened(2.0));
+const TOLERANCE: Tolerance = Tolerance::loosened(2.0);
+lagoon_backend::conformance_latent_wide!(ShimDevice::open, TOLERANCE);
+
+type Case = (&'static str, fn(&mut ShimDevice, Tolerance));
+
+macro_rules! suite {
+    ($($case:ident),+ $(,)?) => {
+        /// The cases of the conformance suite.
+        const SUITE: &[Case] = &[$((stringify!($case), cases::$case::<ShimDevice>)),+];
+    };
+}
+lagoon_backend::conformance_names!(suite());
 
 /// Cases that take most of the time under the sanitizer: long contexts, the product of all types, geometries and biases, those of
 /// all packed formats and shapes, and those with activations. Every kernel, head size, window, bias, activation and format has
@@ -44,19 +56,39 @@ const LONG_CASES: [&str; 11] = [
     "matmul_packed",
 ];
 
-/// Runs these tests again under the address sanitizer, in a child process with a time limit.
+fn sanitize_all() -> bool {
+    std::env::var_os("LAGOON_SANITIZE_ALL").is_some()
+}
+
+/// Runs the suite's cases, several at a time as the harness would, each in a thread of its name.
+fn run_suite() {
+    let next = AtomicUsize::new(0);
+    let wanted: Vec<&Case> = SUITE.iter().filter(|(name, _)| sanitize_all() || !LONG_CASES.contains(name)).collect();
+    let run = |case: fn(&mut ShimDevice, Tolerance)| case(&mut ShimDevice::open().expect("a compiler"), TOLERANCE);
+    let worker = || {
+        while let Some((name, case)) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let named = std::thread::Builder::new().name((*name).to_owned());
+            std::thread::scope(|scope| named.spawn_scoped(scope, || run(*case)).map(drop)).expect("a thread");
+        }
+    };
+    std::thread::scope(|scope| {
+        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        (0..threads).for_each(|_| drop(scope.spawn(worker)));
+    });
+}
+
+/// In a child process with a time limit.
 #[test]
 fn under_the_address_sanitizer() {
     if std::env::var_os(shim::SANITIZE).is_some() {
-        return;
+        return run_suite();
     }
     let Some(runtime) = shim::sanitizer() else {
         panic!("the compiler has no address sanitizer (hint: apt-get install g++)")
     };
-    let all = std::env::var_os("LAGOON_SANITIZE_ALL").is_some();
-    let skipped = LONG_CASES.iter().filter(|_| !all).flat_map(|case| ["--skip", case]);
+    let skipped = LONG_CASES.iter().filter(|_| !sanitize_all()).flat_map(|case| ["--skip", case]);
     let mut child = Command::new(std::env::current_exe().expect("this test's file"))
-        .arg("--exact")
+        .args(["--exact", "--nocapture"])
         .args(skipped)
         .env(shim::SANITIZE, "1")
         .env("LD_PRELOAD", runtime)

@@ -58,9 +58,18 @@ pub(crate) struct Options {
     /// Run these scripts only
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
+    /// Leave out those whose packages take long to install: torch with CUDA's libraries, 5.7 GB
+    #[arg(long)]
+    sample: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+}
+
+impl Options {
+    pub(crate) fn sample() -> Self {
+        Self { sample: true, ..Self::default() }
+    }
 }
 
 /// What a script prints as its last line.
@@ -75,7 +84,7 @@ struct Report {
 enum Outcome {
     Ok,
     Failed,
-    /// Not among those of `--only`.
+    /// Not among those of `--only`, or left out by `--sample`.
     Left,
 }
 
@@ -104,8 +113,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<bool> {
     let started = Instant::now();
     let target = workspace::target(root);
     let place = Place::new(root, &target);
-    let chosen: Vec<&Client> = CLIENTS.iter().filter(|client| outcome_before(client, options).is_none()).collect();
-    let pythons = pythons(&place, &chosen)?;
+    let pythons = pythons(&place, options)?;
     let installed = started.elapsed();
     let pool = Pool::start(&place)?;
     let mut rows = Vec::new();
@@ -128,15 +136,17 @@ pub(crate) fn run(root: &Path, options: &Options) -> Result<bool> {
     Ok(good)
 }
 
-/// Installs the packages of all clients, where they are not there.
-pub(crate) fn install(root: &Path) -> Result<()> {
+/// Installs the packages of the clients that `options` name, where they are not there.
+pub(crate) fn install(root: &Path, options: &Options) -> Result<()> {
     let target = workspace::target(root);
-    pythons(&Place::new(root, &target), &CLIENTS.each_ref()).map(drop)
+    pythons(&Place::new(root, &target), options).map(drop)
 }
 
 /// Why a client does not run.
 fn outcome_before(client: &Client, options: &Options) -> Option<Outcome> {
-    let runs = options.only.is_empty() || options.only.iter().any(|name| name == client.name);
+    let is_named = options.only.is_empty() || options.only.iter().any(|name| name == client.name);
+    let is_quick = client.set.folder != GUIDELLM.folder;
+    let runs = is_named && (is_quick || !options.sample);
     (!runs).then_some(Outcome::Left)
 }
 
@@ -158,10 +168,10 @@ impl<'a> Place<'a> {
     }
 }
 
-/// The Python of each set of packages that the clients need, by the set's folder.
-fn pythons(place: &Place<'_>, clients: &[&Client]) -> Result<BTreeMap<&'static str, PathBuf>> {
+/// The Python of each set of packages that the chosen clients need, by the set's folder.
+fn pythons(place: &Place<'_>, options: &Options) -> Result<BTreeMap<&'static str, PathBuf>> {
     let mut out = BTreeMap::new();
-    for client in clients {
+    for client in CLIENTS.iter().filter(|client| outcome_before(client, options).is_none()) {
         if !out.contains_key(client.set.folder) {
             out.insert(client.set.folder, client.set.install(place)?);
         }
@@ -285,6 +295,8 @@ mod tests {
         assert_eq!(outcome_before(heavy, &plain), None);
         let only = Options { only: vec![heavy.name.to_owned()], ..Options::default() };
         assert_eq!((outcome_before(heavy, &only), outcome_before(sync, &only)), (None, Some(Outcome::Left)));
+        let sample = Options::sample();
+        assert_eq!((outcome_before(heavy, &sample), outcome_before(sync, &sample)), (Some(Outcome::Left), None));
     }
 
     #[test]

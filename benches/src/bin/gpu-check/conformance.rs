@@ -81,7 +81,7 @@ fn all() -> Vec<Case> {
     cases
 }
 
-/// Cases of further variants in a smoke run: over the fake driver the suite is a test of its own.
+/// Cases of a smoke run: over the fake driver the suite is a test of its own.
 const SMOKE: [&str; 3] = ["attention_dtypes", "matmul_f16", "rope_append_then_attention"];
 
 /// Whether the user wants this case.
@@ -91,9 +91,9 @@ fn is_wanted(args: &Args, case: &str) -> bool {
 
 pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     assert!(SMOKE.iter().all(|name| all().iter().any(|(case, _)| case == name)), "a smoke run's case is unknown");
-    for (i, kind) in KINDS.iter().enumerate() {
+    for kind in KINDS {
         for (case, f) in all().into_iter().filter(|(case, _)| is_wanted(args, case)) {
-            let left_out = args.smoke && i > 0 && !SMOKE.contains(&case);
+            let left_out = args.smoke && !SMOKE.contains(&case);
             let large = ["matmul_large_weight", "attention_latent_wide"].contains(&case);
             if left_out || large && (kind.pieces || args.smoke) {
                 continue;
