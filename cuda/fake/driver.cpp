@@ -115,7 +115,7 @@ struct State {
     int major = 8, minor = 0, shared_bytes = 163 << 10, driver = 13000;
     // Devices that are seen, the name of the first one, and whether they can access each other's memory. They are all one.
     int devices = 1, uuid = 0;
-    bool peers = false, shareable = true, rdma = true;
+    bool peers = false, shareable = true, rdma = true, all_turns = false;
     std::string fail_function;
     uint64_t fail_after = 0;
     bool fail_on = false;
@@ -273,6 +273,11 @@ void lagoon_fake_schedule(uint64_t seed) {
     LOCK;
     state().seed = seed;
     state().random = seed * 0x9E3779B97F4A7C15ull + 0x1234567;
+}
+
+void lagoon_fake_turns(int all) {
+    LOCK;
+    state().all_turns = all != 0;
 }
 
 int cuInit(unsigned) {

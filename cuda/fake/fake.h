@@ -46,6 +46,9 @@ void lagoon_fake_sharing(int shareable, int rdma);
 // Seeds the order in which queued work runs. 0 runs only what a wait needs, as late as can be; 1 runs everything at
 // once; any other number makes a random order, which streams and events allow.
 void lagoon_fake_schedule(uint64_t seed);
+// Whether kernels' lanes and warps take turns in every order that the library knows, one launch after the other, or in turn only,
+// which is quickest.
+void lagoon_fake_turns(int all);
 // The library of kernels that modules find from now on; it must stay.
 void lagoon_fake_kernels(const char* path);
 // For a library beside the driver; see driver.cpp.

@@ -1,5 +1,5 @@
-//! Deliberate bugs (mutants) are found, each within a bounded number of seeds; the same seeds without the bug pass
-//! (`chaos.rs` runs them). `cargo test -p lagoon-sim --features mutants --test mutants`.
+//! Deliberate bugs (mutants) are found, each within a bounded number of seeds. Seeds without a bug pass: `chaos.rs` runs the first of
+//! them. `cargo test -p lagoon-sim --features mutants --test mutants`.
 #![allow(clippy::print_stdout, reason = "tests print what they found")]
 
 use lagoon_cluster::mutants::{Mutant, choose};

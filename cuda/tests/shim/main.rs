@@ -1,6 +1,6 @@
 //! Every kernel on the host, against f64: cases beyond the conformance suite of `Device`, and all once more under the address sanitizer,
-//! with the suite's: without it tests/device.rs runs these, with the same kernels and launches. The sanitizer leaves the longest cases
-//! out; with `LAGOON_SANITIZE_ALL=1` it has them, too.
+//! with the suite's: without it tests/device.rs runs these, with the same kernels, launches and orders of turns. The sanitizer leaves the
+//! longest cases out; with `LAGOON_SANITIZE_ALL=1` it has them, too.
 
 mod attention;
 mod experts;
@@ -15,7 +15,6 @@ mod wide;
 
 use lagoon_backend::conformance::{Tolerance, cases};
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use support::device::ShimDevice;
 use support::shim;
@@ -60,21 +59,13 @@ fn sanitize_all() -> bool {
     std::env::var_os("LAGOON_SANITIZE_ALL").is_some()
 }
 
-/// Runs the suite's cases, several at a time as the harness would, each in a thread of its name.
+/// Runs the suite's cases one after the other (under the sanitizer kernels do so, too), each in a thread of its name.
 fn run_suite() {
-    let next = AtomicUsize::new(0);
-    let wanted: Vec<&Case> = SUITE.iter().filter(|(name, _)| sanitize_all() || !LONG_CASES.contains(name)).collect();
     let run = |case: fn(&mut ShimDevice, Tolerance)| case(&mut ShimDevice::open().expect("a compiler"), TOLERANCE);
-    let worker = || {
-        while let Some((name, case)) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let named = std::thread::Builder::new().name((*name).to_owned());
-            std::thread::scope(|scope| named.spawn_scoped(scope, || run(*case)).map(drop)).expect("a thread");
-        }
-    };
-    std::thread::scope(|scope| {
-        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        (0..threads).for_each(|_| drop(scope.spawn(worker)));
-    });
+    for (name, case) in SUITE.iter().filter(|(name, _)| sanitize_all() || !LONG_CASES.contains(name)) {
+        let named = std::thread::Builder::new().name((*name).to_owned());
+        std::thread::scope(|scope| named.spawn_scoped(scope, || run(*case)).map(drop)).expect("a thread");
+    }
 }
 
 /// In a child process with a time limit.

@@ -98,6 +98,7 @@ impl Fake {
         // SAFETY: the function has this type.
         unsafe { symbol::<unsafe extern "C" fn(u64, u64)>("lagoon_fake_memory")(memory, granularity) };
         fake.schedule(schedule);
+        fake.turns(false);
         fake.device(8, 0, 163 << 10);
         fake.driver(13_000);
         fake.trap("");
@@ -170,6 +171,12 @@ impl Fake {
     pub(crate) fn schedule(&self, seed: u64) {
         // SAFETY: the function has this type.
         unsafe { symbol::<unsafe extern "C" fn(u64)>("lagoon_fake_schedule")(seed) };
+    }
+
+    /// Whether kernels' lanes and warps take turns in every order.
+    pub(crate) fn turns(&self, all: bool) {
+        // SAFETY: the function has this type.
+        unsafe { symbol::<unsafe extern "C" fn(i32)>("lagoon_fake_turns")(i32::from(all)) };
     }
 
     pub(crate) fn kernels(&self, library: &Path) {

@@ -478,8 +478,8 @@ pub const DISPATCH_SOON_MS: u64 = 30_000;
 pub const DISPATCH_WHOLE_MS: u64 = 60_000;
 /// Time from a dispatch until the instance's heartbeats include it.
 pub const DISPATCH_LAG_MS: u64 = 100;
-/// A head whose passes are used up and that waits for the pool's memory goes to an instance after so long: there the pool keeps
-/// memory for it.
+/// A head that waits for the pool's memory goes to an instance when its passes are used up, or after so long: there the pool keeps memory
+/// for it.
 pub const DISPATCH_POOL_MS: u64 = 10_000;
 /// A request that waits for its cached prefix at a busy instance is started elsewhere after so long.
 pub const DISPATCH_PREFIX_MS: u64 = 30_000;

@@ -8,8 +8,8 @@
 //! Event (arrival, report, end, tick) ── Dispatcher::handle ──> Effect (Bind, Refuse)
 //! ```
 //!
-//! **The head.** A head of the queue that no instance can hold now waits for memory: of one instance, which it *reserves*, or of the
-//! pool if no instance is large enough. Requests behind it may start elsewhere, and on memory that it waits for [`DISPATCH_PASSES_MAX`]
+//! **The head.** A head of the queue that cannot start now, though instances may merely be busy, waits for memory: of one instance, which it
+//! *reserves*, or of the pool if no instance is large enough. Requests behind it may start elsewhere, and on memory that it waits for [`DISPATCH_PASSES_MAX`]
 //! times, the most useful work per memory and time first. It borrows only if no instance is predicted to hold it whole within
 //! [`DISPATCH_SOON_MS`](lagoon_types::limits::DISPATCH_SOON_MS), or none has after [`DISPATCH_WHOLE_MS`].
 //!
