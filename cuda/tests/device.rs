@@ -58,7 +58,7 @@ fn with_tuning(name: &str, layers_per_group: Option<u32>, tuning: Tuning, test: 
             if tuning.wgmma {
                 fake.device(9, 0, 227 << 10);
             }
-            // Once is enough: rounded activations take the same kernels.
+            // As users get it in turn only, which is quicker.
             fake.turns(tuning.precision == Precision::Exact);
             let options = CudaOptions {
                 layers_per_group,
