@@ -164,6 +164,27 @@ mod tests {
         assert!((0.5..0.58).contains(&shares[0]) && (0.25..0.35).contains(&shares[1]), "{shares:?} of {alone} s");
     }
 
+    /// Eight answers beside a prompt of 90,000 tokens on one instance: within 100 ms a token where chunks are sized for 90.
+    #[test]
+    fn a_very_long_prompt_keeps_others_within_the_target() {
+        let late = |target_step_ms| {
+            let setting = Setting {
+                prefill: Prefill::Computed,
+                step_rows: CHUNK,
+                target_step_ms,
+                ..Setting::new(Cluster::multi(LLAMA2_7B, 1, 1), false, BLOCK_TOKENS)
+            };
+            let long = Request { arrival_us: 200_000, prompt_tokens: 90_000, output_tokens: 2 };
+            let short = Request { arrival_us: 0, prompt_tokens: 128, output_tokens: 90 };
+            let requests = [vec![short; 8], vec![long]].concat();
+            let measured = run_one(&Job { setting, requests });
+            assert_eq!(measured.finished, 9, "{measured:?}");
+            9.0 * measured.late[1]
+        };
+        let (with, without) = (late(Some(TARGET_MS)), late(None));
+        assert!(with < 0.5 && without > 7.5, "{with} and {without} answers were late");
+    }
+
     #[test]
     fn every_system_gets_the_same_requests_and_the_pool_refuses_none() {
         let mut entries = synthetic(40, 3);

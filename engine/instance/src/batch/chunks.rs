@@ -1,6 +1,7 @@
 //! Sizes of prefill chunks under a latency target (`--target-tbt-ms`): while sequences decode here, a step has as many rows of prompts
 //! as fit beside the decoding rows within the target.
 
+use super::policy::RowTime;
 use super::sequence::Sequence;
 use super::{Batch, policy};
 use crate::cx::Cx;
@@ -21,9 +22,19 @@ impl Batch {
         let calibration = cx.config.calibration.as_ref();
         let decode_us = calibration.and_then(|c| Rates::new(c, true));
         let decode_us = decode_us.map_or(0.0, |rates| rates.other_us(decoding) + tokens * rates.attention_us);
-        // What was measured includes the attention of long prompts.
-        let row_us = calibration.map_or(0.0, |c| c.prefill_us_per_token).max(self.prefill_us);
-        policy::rows_within(f64::from(target_ms) * 1_000.0, decode_us, row_us)
+        let prompts = self.sched.due_prompts(|seq| self.seqs.get(&seq).is_some_and(Sequence::is_ready));
+        policy::rows_within(f64::from(target_ms) * 1_000.0 - decode_us, self.row_time(cx), prompts)
+    }
+
+    /// Time of a prompt's row: calibrated, or if its attention was not, the mean of what steps of prompts alone took.
+    fn row_time(&self, cx: &Cx) -> RowTime {
+        let calibration = cx.config.calibration.as_ref();
+        let row_us = calibration.map_or(0.0, |c| c.prefill_us_per_token);
+        let token_us = calibration.map_or(0.0, |c| c.prompt_attention_us_per_ktoken) / 1_024.0;
+        if row_us > 0.0 && token_us > 0.0 {
+            return RowTime { row_us, token_us };
+        }
+        RowTime { row_us: row_us.max(self.prefill_us), token_us: 0.0 }
     }
 }
 

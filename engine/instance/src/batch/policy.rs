@@ -23,6 +23,8 @@ use lagoon_types::limits::{
     SWAP_OUT_BLOCKS_MIN,
 };
 use lagoon_types::{InstanceId, SeqId};
+use std::iter;
+use std::ops::Range;
 
 /// Misses after which a sequence that the whole pool cannot hold fails (some ten seconds).
 const OUTGROWN_MISSES: u32 = 10;
@@ -477,13 +479,43 @@ pub(super) fn refuses_to_join(here: JointHere, load: JointLoad, needed: u32, blo
     reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
 }
 
-/// Rows of `row_us` each within the time that `decode_us` leaves under a target; all if their time was not measured.
-pub(super) fn rows_within(target_us: f64, decode_us: f64, row_us: f64) -> u32 {
-    if !(row_us.is_finite() && row_us > 0.0) {
+/// Time of a row of a prompt, in microseconds: its own, and that of its attention to one token before it. 0 if it was not measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RowTime {
+    pub(super) row_us: f64,
+    pub(super) token_us: f64,
+}
+
+impl RowTime {
+    /// Rows from position `start` on within `us`: r with r·(row + token·(start + r/2)) = us.
+    fn rows(self, us: f64, start: u32) -> f64 {
+        let first_us = self.row_us + self.token_us * f64::from(start);
+        2.0 * us / (first_us + (first_us * first_us + 2.0 * self.token_us * us).sqrt())
+    }
+
+    /// Time of `rows` rows from position `start` on.
+    fn us(self, rows: f64, start: u32) -> f64 {
+        rows * (self.row_us + self.token_us * (f64::from(start) + rows / 2.0))
+    }
+}
+
+/// Rows of prompts within `us`, in the order in which steps take them: of the positions that each is to compute, then of a new prompt.
+/// All if their time was not measured.
+pub(super) fn rows_within(us: f64, time: RowTime, prompts: impl IntoIterator<Item = Range<u32>>) -> u32 {
+    if !(time.row_us.is_finite() && time.row_us > 0.0 && time.token_us.is_finite()) {
         return u32::MAX;
     }
-    let rows = whole((target_us - decode_us).max(0.0) / row_us);
-    u32::try_from(rows).unwrap_or(u32::MAX).max(CHUNK_ROWS_MIN)
+    let (mut left_us, mut rows) = (us.max(0.0), 0);
+    for due in prompts.into_iter().chain(iter::once(0..u32::MAX)) {
+        let wanted = due.end - due.start;
+        let fit = u32::try_from(whole(time.rows(left_us, due.start))).unwrap_or(u32::MAX);
+        rows = fit.min(wanted).saturating_add(rows);
+        if fit <= wanted {
+            break;
+        }
+        left_us = (left_us - time.us(f64::from(wanted), due.start)).max(0.0);
+    }
+    rows.max(CHUNK_ROWS_MIN)
 }
 
 /// Rows of prompts in the next step of a micro-batch, of the `rows` of a step that decoding leaves: all if the other micro-batch wants
@@ -717,11 +749,25 @@ mod tests {
 
     #[test]
     fn chunks_fill_what_decoding_leaves_under_the_target() {
-        assert_eq!(rows_within(50_000.0, 10_000.0, 100.0), 400);
-        assert_eq!(rows_within(50_000.0, 49_999.0, 100.0), CHUNK_ROWS_MIN, "a prompt always advances");
-        assert_eq!(rows_within(50_000.0, 90_000.0, 100.0), CHUNK_ROWS_MIN);
-        assert_eq!(rows_within(50_000.0, 10_000.0, 0.0), u32::MAX, "nothing was measured");
-        assert_eq!(rows_within(50_000.0, 10_000.0, f64::NAN), u32::MAX);
+        let of = |us, row_us| rows_within(us, RowTime { row_us, token_us: 0.0 }, [0..1_000]);
+        assert_eq!(of(40_000.0, 100.0), 400);
+        assert_eq!(of(1.0, 100.0), CHUNK_ROWS_MIN, "a prompt always advances");
+        assert_eq!(of(-40_000.0, 100.0), CHUNK_ROWS_MIN);
+        assert_eq!(of(40_000.0, 0.0), u32::MAX, "nothing was measured");
+        assert_eq!(of(40_000.0, f64::NAN), u32::MAX);
+    }
+
+    #[test]
+    fn rows_of_a_deep_context_take_their_attention() {
+        let time = RowTime { row_us: 100.0, token_us: 0.01 };
+        let of = |prompts: &[Range<u32>]| rows_within(40_000.0, time, prompts.iter().cloned());
+        // 390·(100 + 0.01·195) = 39,760; 393·(100 + 0.01·196.5) = 40,072.
+        assert_eq!((of(&[]), of(&[0..1_000])), (392, 392));
+        // 198·(200 + 0.01·99) = 39,796; 199·(200 + 0.01·99.5) = 39,998; 200 rows take more.
+        assert_eq!(of(&[10_000..100_000]), 199);
+        assert_eq!(of(&[10_000..10_050, 0..1_000]), 50 + 295, "in turn, the first one's 50 rows take as long as 99");
+        assert_eq!(of(&[10_000..10_050, 0..20]), 50 + 296, "a new prompt goes on");
+        assert_eq!(of(&[900_000..1_000_000]), CHUNK_ROWS_MIN);
     }
 
     #[test]

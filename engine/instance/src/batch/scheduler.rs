@@ -16,6 +16,7 @@ use crate::config::SchedulerConfig;
 use lagoon_types::limits::DRAFT_ROWS_MAX;
 use lagoon_types::{Chunk, MicroBatch, SeqId, StepPlan};
 use std::collections::VecDeque;
+use std::iter;
 use std::ops::Range;
 
 /// The error of a full queue.
@@ -233,6 +234,14 @@ impl Scheduler {
     /// KV slots that its next token needs.
     pub(crate) fn idle(&self, micro_batch: MicroBatch) -> impl Iterator<Item = (SeqId, u32)> {
         self.running.iter().filter(move |r| r.micro_batch == micro_batch && !r.in_step).map(|r| (r.seq, r.tokens))
+    }
+
+    /// Positions of prompts and lost ranges that running sequences have to compute, in the order in which steps take them, without
+    /// those that sit out.
+    pub(crate) fn due_prompts(&self, ready: impl Fn(SeqId) -> bool) -> impl Iterator<Item = Range<u32>> {
+        let entries = self.running.iter().filter(move |r| r.in_step || ready(r.seq));
+        let due = entries.flat_map(|r| r.lost.iter().cloned().chain(iter::once(r.computed..r.tokens)));
+        due.filter(|due| due.end - due.start > 1)
     }
 
     /// Bounds the rows of prompts in the next steps, those of both micro-batches together; at least 1.
