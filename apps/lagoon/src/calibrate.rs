@@ -31,6 +31,8 @@ const REPEATS_MIN: u32 = 3;
 const POINT_TIME: Duration = Duration::from_millis(15);
 /// Ratio of a batch's time to half that batch's above which it was disturbed, and is measured again.
 const DISTURBED: f64 = 2.5;
+/// Part of a point's time, as a divisor, below which a difference between two points is noise.
+const NOISE: u32 = 100;
 
 /// Sizes of the measured executor.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +68,8 @@ pub(crate) fn calibrate<D: Device>(
         let slowest = batches.first().map_or(0.0, |p| p.step_us);
         let (rows, chunk) = bench.prefill(budget.mul_f64(0.3), slowest)?;
         prefill_us_per_token = us(chunk) / f64::from(rows);
-        prompt_attention_us_per_ktoken = bench.prompt_attention(budget.mul_f64(0.2), rows, chunk)?;
+        prompt_attention_us_per_ktoken =
+            bench.prompt_attention(budget.mul_f64(0.2), (rows, chunk), attention_us_per_ktoken)?;
         bench.clear(subject.slots.min(PREFILL_MAX.max(BATCH_MAX)))?;
     }
     executor.push(Command::Release { slots: std::iter::once(0..slots).collect() });
@@ -161,28 +164,29 @@ impl<D: Device> Bench<'_, D> {
     }
 
     /// Time of a row's attention over 1,024 tokens in all layers, in microseconds, in a chunk of `rows` rows, one of which takes about
-    /// `about`. 0, not measured: if two such chunks do not fit the budget, and if windowed KV is kept apart.
-    fn prompt_attention(&mut self, budget: Duration, rows: u32, about: Duration) -> anyhow::Result<f64> {
+    /// `about`, behind as long a context as the budget allows if a row attends to it as slowly as one that decodes (`decode_us_per_ktoken`).
+    /// 0, not measured: if two such chunks do not fit the budget, and if windowed KV is kept apart.
+    fn prompt_attention(
+        &mut self,
+        budget: Duration,
+        (rows, about): (u32, Duration),
+        decode_us_per_ktoken: f64,
+    ) -> anyhow::Result<f64> {
         let Subject { slots, positions, rings, .. } = self.subject;
         let longest = CONTEXT_MAX.min(slots).min(positions).saturating_sub(rows);
-        let mut context = rows.min(longest);
-        if rings || context == 0 || 2 * (1 + REPEATS_MIN) * about > budget {
+        if rings || longest == 0 || us(about) * 2.0 * runs_least() > us(budget) {
             return Ok(0.0);
         }
-        let begun = Instant::now();
-        let alone = self.fastest(|bench| bench.chunk(rows, 0, false))?;
-        loop {
-            let before = begun.elapsed();
-            let time = self.fastest(|bench| bench.chunk(rows, context, false))?;
-            if context < longest && begun.elapsed() + 4 * (begun.elapsed() - before) <= budget {
-                context = (context * 4).min(longest);
-                continue;
-            }
-            // A small difference may be noise: the whole time is an upper bound.
-            let more = time.saturating_sub(alone);
-            let more = if more > alone / 20 { more } else { time };
-            return Ok(us(more) / f64::from(rows) / f64::from(context) * 1024.0);
+        let left_us = us(budget) / runs_least() - 2.0 * us(about);
+        let affordable = left_us / (decode_us_per_ktoken / 1024.0) / f64::from(rows);
+        let mut context = longest;
+        while context > rows && f64::from(context) > affordable {
+            context /= 2;
         }
+        let alone = self.fastest(|bench| bench.chunk(rows, 0, false))?;
+        let behind = self.fastest(|bench| bench.chunk(rows, context, false))?;
+        let attention = behind.saturating_sub(alone).max(alone / NOISE);
+        Ok(us(attention) / f64::from(rows) / f64::from(context) * 1024.0)
     }
 
     fn decode(&mut self, batch: u32) -> anyhow::Result<()> {

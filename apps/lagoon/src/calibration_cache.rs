@@ -8,10 +8,13 @@ use lagoon_protocol::Calibration;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
+/// Raised when something is measured in another way within a version of this program.
+pub(crate) const MEASUREMENTS: u32 = 1;
+
 /// Everything that a measurement depends on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Key {
-    /// Version of this program.
+    /// Version of this program, and [`MEASUREMENTS`].
     pub(crate) version: String,
     /// Hash of the model, which covers the weights' element type.
     pub(crate) model: String,

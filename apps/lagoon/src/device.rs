@@ -2,7 +2,7 @@
 
 use crate::args::{AddressRowsArg, CalibrateArg, EngineArgs, PrecisionArg, StageMemoryArg};
 use crate::calibrate::{Subject, calibrate};
-use crate::calibration_cache::{self as cache, Key};
+use crate::calibration_cache::{self as cache, Key, MEASUREMENTS};
 use crate::cuda_tuning;
 use crate::draft::DraftModel;
 use crate::model::OpenModel;
@@ -285,7 +285,7 @@ fn measured<D: Device>(
     info: &DeviceInfo,
 ) -> anyhow::Result<Option<Calibration>> {
     let key = Key {
-        version: env!("CARGO_PKG_VERSION").to_owned(),
+        version: format!("{}.{MEASUREMENTS}", env!("CARGO_PKG_VERSION")),
         model: model.hash.to_string(),
         backend: info.backend.to_owned(),
         device: info.name.clone(),

@@ -211,7 +211,7 @@ pub struct InstanceConfig {
     /// Prefix cache: free blocks keep their KV for prompts with the same prefix.
     pub prefix_cache: bool,
     pub joint: JointConfig,
-    /// Latency target of own decode steps, in milliseconds: bounds peers' micro attention.
+    /// Latency target of own decode steps, in milliseconds: bounds peers' micro attention, and rows of prompts beside own decoding.
     pub target_step_ms: Option<u32>,
 }
 

@@ -175,7 +175,7 @@ mod tests {
                 ..Setting::new(Cluster::multi(LLAMA2_7B, 1, 1), false, BLOCK_TOKENS)
             };
             let long = Request { arrival_us: 200_000, prompt_tokens: 90_000, output_tokens: 2 };
-            let short = Request { arrival_us: 0, prompt_tokens: 128, output_tokens: 90 };
+            let short = Request { arrival_us: 0, prompt_tokens: 128, output_tokens: 160 };
             let requests = [vec![short; 8], vec![long]].concat();
             let measured = run_one(&Job { setting, requests });
             assert_eq!(measured.finished, 9, "{measured:?}");

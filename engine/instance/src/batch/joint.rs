@@ -19,7 +19,7 @@ impl Batch {
     /// Returns whether it waits for them.
     pub(super) fn asks_members(&mut self, cx: &mut Cx, id: SeqId) -> bool {
         let (known, _) = self.adopt_prefix(cx, id);
-        let plan = self.joint_layout(cx, id, JOINT_MEMBERS_MAX, self.joint_rows(cx));
+        let plan = self.joint_layout(cx, id, JOINT_MEMBERS_MAX, self.joint_rows(cx, self.tokens_of(id)));
         let Some(seq) = self.seqs.get_mut(&id) else { return false };
         seq.asked_members = true;
         if plan.is_none() {
@@ -53,7 +53,8 @@ impl Batch {
         let known = cx.memory.rm.pool.found(&seq.block_hashes[..hashes]).max(seq.blocks.blocks());
         let left = seq.len() - (known * cx.config.block_tokens).min(seq.len());
         let (tokens_min, forced) = (cx.config.joint.tokens_min, cx.config.joint.instances != 0);
-        policy::suits_members(left, tokens_min, self.alone_ms(cx, left), forced) && self.has_rows_for_others(cx)
+        policy::suits_members(left, tokens_min, self.alone_ms(cx, left), forced)
+            && self.has_rows_for_others(cx, seq.len())
     }
 
     fn joint_here(&self, cx: &Cx) -> JointHere {
@@ -69,22 +70,28 @@ impl Batch {
     fn alone_ms(&self, cx: &Cx, tokens: u32) -> f64 {
         let row_us = self.row_us(cx);
         let row_ms = if row_us > 0.0 { row_us / 1_000.0 } else { return f64::INFINITY };
-        let rows = f64::from(self.chunk_rows(cx));
+        let rows = f64::from(self.chunk_rows(cx, Some((MicroBatch::Local, tokens / 2))));
         let step_ms = cx.config.target_step_ms.map_or(0.0, f64::from);
         f64::from(tokens) * row_ms.max(step_ms / rows)
     }
 
-    /// Rows of another prompt that a step has here now, of those whose KV is on several instances, beside prompts of the local
-    /// micro-batch.
-    pub(crate) fn joint_rows(&self, cx: &Cx) -> u32 {
+    /// Tokens of a sequence; 0 if it is gone.
+    pub(crate) fn tokens_of(&self, id: SeqId) -> u32 {
+        self.seqs.get(&id).map_or(0, Sequence::len)
+    }
+
+    /// Rows that a step has here now in the middle of another prompt of `tokens` tokens, whose KV is on several instances, beside prompts
+    /// of the local micro-batch.
+    pub(crate) fn joint_rows(&self, cx: &Cx, tokens: u32) -> u32 {
         let local =
             self.seqs.values().filter(|seq| self.micro_batch_of(seq.id) == MicroBatch::Local && seq.is_running());
         let wanted = u32::try_from(local.map(Sequence::prefill_left).sum::<u64>()).unwrap_or(u32::MAX);
-        policy::prompt_rows(self.chunk_rows(cx), wanted, 0).min(cx.config.remote_rows())
+        policy::prompt_rows(self.chunk_rows(cx, Some((MicroBatch::Remote, tokens / 2))), wanted, 0)
+            .min(cx.config.remote_rows())
     }
 
-    fn has_rows_for_others(&self, cx: &Cx) -> bool {
-        policy::has_rows_for_others(self.joint_rows(cx), cx.config.remote_rows())
+    fn has_rows_for_others(&self, cx: &Cx, tokens: u32) -> bool {
+        policy::has_rows_for_others(self.joint_rows(cx, tokens), cx.config.remote_rows())
     }
 
     /// How up to `members` instances would share the prompt of a sequence that holds what is known of it, in stripes of `rows` rows.
@@ -102,11 +109,11 @@ impl Batch {
         Layout::new(known, end, stripe, members)
     }
 
-    /// Why this instance computes no part of another one's prompt; `None` if it would, with `blocks` of its memory.
-    pub(crate) fn refuses_to_join(&self, cx: &Cx, blocks: u32) -> Option<String> {
+    /// Why this instance computes no part of another one's prompt of `tokens` tokens; `None` if it would, with `blocks` of its memory.
+    pub(crate) fn refuses_to_join(&self, cx: &Cx, tokens: u32, blocks: u32) -> Option<String> {
         let load = JointLoad {
             takes_requests: !cx.standing.draining && !cx.standing.drained && cx.standing.roles.accepts(cx.now_ms),
-            has_rows: self.has_rows_for_others(cx),
+            has_rows: self.has_rows_for_others(cx, tokens),
             prompt_tokens: self.seqs.values().map(Sequence::prefill_left).sum(),
             room: self.room(cx),
         };

@@ -34,6 +34,7 @@ use crate::config::InstanceConfig;
 use crate::cx::Cx;
 use crate::event::{DiskEvent, Effect};
 use crate::outcome::{Lost, Outcome, Outcomes};
+use chunks::PromptPace;
 use draft_model::DraftRequests;
 use due::Due;
 use freeze::FrozenDebt;
@@ -62,8 +63,7 @@ pub(crate) struct Batch {
     counts: BatchCounts,
     due: Due,
     draft_requests: DraftRequests,
-    /// Measured time of one row of a prompt, in microseconds; 0 before the first measurement.
-    prefill_us: f64,
+    pace: PromptPace,
 }
 
 /// Counters of the batch since the start.
@@ -213,7 +213,7 @@ impl Batch {
             counts: BatchCounts::default(),
             due: Due::new(),
             draft_requests: DraftRequests::default(),
-            prefill_us: 0.0,
+            pace: PromptPace::default(),
         }
     }
 
@@ -405,7 +405,7 @@ impl Batch {
 
     /// Plans the next step of a micro-batch from its sequences that are ready.
     pub(crate) fn plan(&mut self, cx: &mut Cx, micro_batch: MicroBatch) -> StepPlan {
-        self.sched.limit_chunks(self.chunk_rows(cx));
+        self.sched.limit_chunks(self.chunk_rows(cx, None));
         let seqs = &self.seqs;
         let mut plan = self.sched.plan(micro_batch, |seq| seqs.get(&seq).is_some_and(Sequence::is_ready));
         self.add_drafts(cx, &mut plan, micro_batch);

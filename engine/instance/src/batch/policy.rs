@@ -479,30 +479,31 @@ pub(super) fn refuses_to_join(here: JointHere, load: JointLoad, needed: u32, blo
     reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
 }
 
-/// Time of a row of a prompt, in microseconds: its own, and that of its attention to one token before it. 0 if it was not measured.
-#[derive(Clone, Copy, Debug)]
+/// Time of a row of a prompt, in microseconds: its own, and that of its attention to one token before it.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct RowTime {
     pub(super) row_us: f64,
-    pub(super) token_us: f64,
+    pub(super) key_us: f64,
 }
 
 impl RowTime {
-    /// Rows from position `start` on within `us`: r with r·(row + token·(start + r/2)) = us.
+    /// Rows from position `start` on within `us`: r with r·(row + key·(start + r/2)) = us.
     fn rows(self, us: f64, start: u32) -> f64 {
-        let first_us = self.row_us + self.token_us * f64::from(start);
-        2.0 * us / (first_us + (first_us * first_us + 2.0 * self.token_us * us).sqrt())
+        let first_us = self.row_us + self.key_us * f64::from(start);
+        2.0 * us / (first_us + (first_us * first_us + 2.0 * self.key_us * us).sqrt())
     }
 
-    /// Time of `rows` rows from position `start` on.
-    fn us(self, rows: f64, start: u32) -> f64 {
-        rows * (self.row_us + self.token_us * (f64::from(start) + rows / 2.0))
+    /// Time of the rows at these positions.
+    pub(super) fn us(self, rows: Range<u32>) -> f64 {
+        let len = f64::from(rows.end - rows.start);
+        len * (self.row_us + self.key_us * (f64::from(rows.start) + len / 2.0))
     }
 }
 
 /// Rows of prompts within `us`, in the order in which steps take them: of the positions that each is to compute, then of a new prompt.
 /// All if their time was not measured.
 pub(super) fn rows_within(us: f64, time: RowTime, prompts: impl IntoIterator<Item = Range<u32>>) -> u32 {
-    if !(time.row_us.is_finite() && time.row_us > 0.0 && time.token_us.is_finite()) {
+    if !(time.row_us.is_finite() && time.row_us > 0.0 && time.key_us.is_finite()) {
         return u32::MAX;
     }
     let (mut left_us, mut rows) = (us.max(0.0), 0);
@@ -513,7 +514,7 @@ pub(super) fn rows_within(us: f64, time: RowTime, prompts: impl IntoIterator<Ite
         if fit <= wanted {
             break;
         }
-        left_us = (left_us - time.us(f64::from(wanted), due.start)).max(0.0);
+        left_us = (left_us - time.us(due)).max(0.0);
     }
     rows.max(CHUNK_ROWS_MIN)
 }
@@ -749,7 +750,7 @@ mod tests {
 
     #[test]
     fn chunks_fill_what_decoding_leaves_under_the_target() {
-        let of = |us, row_us| rows_within(us, RowTime { row_us, token_us: 0.0 }, [0..1_000]);
+        let of = |us, row_us| rows_within(us, RowTime { row_us, key_us: 0.0 }, [0..1_000]);
         assert_eq!(of(40_000.0, 100.0), 400);
         assert_eq!(of(1.0, 100.0), CHUNK_ROWS_MIN, "a prompt always advances");
         assert_eq!(of(-40_000.0, 100.0), CHUNK_ROWS_MIN);
@@ -759,7 +760,7 @@ mod tests {
 
     #[test]
     fn rows_of_a_deep_context_take_their_attention() {
-        let time = RowTime { row_us: 100.0, token_us: 0.01 };
+        let time = RowTime { row_us: 100.0, key_us: 0.01 };
         let of = |prompts: &[Range<u32>]| rows_within(40_000.0, time, prompts.iter().cloned());
         // 390·(100 + 0.01·195) = 39,760; 393·(100 + 0.01·196.5) = 40,072.
         assert_eq!((of(&[]), of(&[0..1_000])), (392, 392));

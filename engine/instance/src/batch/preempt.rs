@@ -28,7 +28,7 @@ impl Batch {
     /// if recomputing takes long and other sequences advance.
     pub(crate) fn preempt_for(&mut self, cx: &mut Cx, prefills: &dyn PrefillQueries, id: SeqId) {
         let victim = self.victim(id);
-        let row_us = cx.config.calibration.as_ref().map_or(self.prefill_us, |c| c.prefill_us_per_token);
+        let row_us = self.row_us(cx);
         let recompute_us = self.seqs.get(&victim).map_or(0.0, |s| f64::from(s.blocks.written())) * row_us;
         match policy::preemption(recompute_us, self.another_advances(id), self.sched.in_step(victim)) {
             Preemption::Wait => self.retry_later(cx, id),

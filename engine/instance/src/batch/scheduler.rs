@@ -16,7 +16,6 @@ use crate::config::SchedulerConfig;
 use lagoon_types::limits::DRAFT_ROWS_MAX;
 use lagoon_types::{Chunk, MicroBatch, SeqId, StepPlan};
 use std::collections::VecDeque;
-use std::iter;
 use std::ops::Range;
 
 /// The error of a full queue.
@@ -56,6 +55,11 @@ struct Running {
 impl Running {
     fn new(seq: SeqId, micro_batch: MicroBatch, (tokens, computed): (u32, u32), ring: Option<Ring>) -> Self {
         Self { seq, micro_batch, tokens, computed, lost: VecDeque::new(), ring, in_step: false, prompt_rows: 0 }
+    }
+
+    /// Whether its next row is a new token's, not a prompt's.
+    fn decodes(&self) -> bool {
+        self.lost.is_empty() && self.tokens - self.computed == 1
     }
 
     /// The positions to compute next, and whether they are new (not lost) ones.
@@ -236,12 +240,15 @@ impl Scheduler {
         self.running.iter().filter(move |r| r.micro_batch == micro_batch && !r.in_step).map(|r| (r.seq, r.tokens))
     }
 
-    /// Positions of prompts and lost ranges that running sequences have to compute, in the order in which steps take them, without
-    /// those that sit out.
-    pub(crate) fn due_prompts(&self, ready: impl Fn(SeqId) -> bool) -> impl Iterator<Item = Range<u32>> {
-        let entries = self.running.iter().filter(move |r| r.in_step || ready(r.seq));
-        let due = entries.flat_map(|r| r.lost.iter().cloned().chain(iter::once(r.computed..r.tokens)));
-        due.filter(|due| due.end - due.start > 1)
+    /// Positions of prompts and lost ranges that steps of `micro_batch` compute next, in the order in which they take them. Sequences that
+    /// are in no step and not `ready` sit out.
+    pub(crate) fn due_prompts(
+        &self,
+        micro_batch: MicroBatch,
+        ready: impl Fn(SeqId) -> bool,
+    ) -> impl Iterator<Item = Range<u32>> {
+        let prompts = self.running.iter().filter(move |r| r.micro_batch == micro_batch && !r.decodes());
+        prompts.filter(move |r| r.in_step || ready(r.seq)).map(|r| r.due().0)
     }
 
     /// Bounds the rows of prompts in the next steps, those of both micro-batches together; at least 1.
@@ -280,12 +287,11 @@ impl Scheduler {
     fn prompt_rows(&self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> u32 {
         let (mut decoding, mut other_wants, mut in_flight) = (0, 0_u32, 0);
         for entry in self.running.iter().filter(|r| r.in_step || ready(r.seq)) {
-            let (due, new) = entry.due();
-            let rows = due.end - due.start;
-            if new && rows == 1 {
+            let (due, _) = entry.due();
+            if entry.decodes() {
                 decoding += 1;
             } else if entry.micro_batch != micro_batch {
-                other_wants = other_wants.saturating_add(rows);
+                other_wants = other_wants.saturating_add(due.end - due.start);
             }
             in_flight += entry.prompt_rows;
         }
@@ -406,6 +412,25 @@ mod tests {
         s.limit_chunks(u32::MAX);
         let rows: u32 = s.plan(MicroBatch::Local, |_| true).chunks.iter().map(|chunk| chunk.len).sum();
         assert_eq!(rows, 64);
+    }
+
+    /// A sequence has one chunk in a step, however many lost ranges it has.
+    #[test]
+    fn due_prompts_are_what_steps_take() {
+        let mut s = scheduler(64);
+        for (seq, computed) in [(0, 299), (1, 0), (2, 250), (3, 100)] {
+            s.enqueue(SeqId(seq), 300, 0, 0).unwrap();
+            s.admit(SeqId(seq), MicroBatch::Local, computed);
+        }
+        s.set_lost(SeqId(2), &[5..6, 10..20]);
+        let due = |s: &Scheduler, of, sits_out| s.due_prompts(of, |seq| seq != SeqId(sits_out)).collect::<Vec<_>>();
+        assert_eq!(due(&s, MicroBatch::Local, 9), [0..300, 5..6, 100..300]);
+        assert_eq!(due(&s, MicroBatch::Local, 1), [5..6, 100..300]);
+        assert!(due(&s, MicroBatch::Remote, 9).is_empty());
+        let plan = s.plan(MicroBatch::Local, |seq| seq != SeqId(1));
+        let chunks: Vec<_> = plan.chunks.iter().map(|c| (c.seq.0, c.start, c.len)).collect();
+        assert_eq!(chunks, [(0, 299, 1), (2, 5, 1), (3, 100, 62)]);
+        assert_eq!(due(&s, MicroBatch::Local, 3), [0..300, 5..6, 100..300], "in a step, ready or not");
     }
 
     /// With a budget each, two micro-batches delayed decoding rows by two chunks.

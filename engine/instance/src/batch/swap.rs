@@ -18,27 +18,7 @@ use lagoon_kv::Owner;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GROWTH_BLOCKS, RESTORE_DEADLINE_MS, SWAP_OUT_RETRY_MS};
 use lagoon_types::{RequestError, SeqId};
 
-/// Weight of the newest step in the mean time of a prompt row.
-const NEWEST: f64 = 1.0 / 8.0;
-/// Minimum rows of prompts for a step's time to count.
-const ROWS_MIN: u32 = 8;
-
 impl Batch {
-    /// Adds a step of `rows` prompt rows and nothing else, which took `ms`, to the mean.
-    pub(crate) fn prompt_step_took(&mut self, ms: u64, rows: u32) {
-        if rows < ROWS_MIN {
-            return;
-        }
-        let us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1000.0 / f64::from(rows);
-        self.prefill_us = if self.prefill_us > 0.0 { self.prefill_us + (us - self.prefill_us) * NEWEST } else { us };
-    }
-
-    /// Time to compute a row of a prompt, in microseconds; 0 before it is known.
-    pub(super) fn row_us(&self, cx: &Cx) -> f64 {
-        let calibrated = cx.config.calibration.as_ref().map_or(0.0, |c| c.prefill_us_per_token);
-        if calibrated > 0.0 { calibrated } else { self.prefill_us }
-    }
-
     /// Whether moving `blocks` out and back takes less time than recomputing the sequence. A link without a measurement
     /// counts as fast.
     fn moving_is_cheaper(&self, cx: &Cx, seq: &Sequence, blocks: u32) -> bool {

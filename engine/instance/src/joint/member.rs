@@ -105,9 +105,9 @@ impl Joints {
         let many = (self.members.len() >= JOINT_JOBS_MAX).then(|| format!("it takes part in {JOINT_JOBS_MAX} already"));
         let own = (!self.owned.is_empty()).then(|| "it computes a prompt with others itself".to_owned());
         let long = (ask.total > cx.config.max_positions).then(|| "the prompt is too long for its model".to_owned());
-        let body = match many.or(own).or(long).or_else(|| batch.refuses_to_join(cx, ask.blocks)) {
+        let body = match many.or(own).or(long).or_else(|| batch.refuses_to_join(cx, ask.total, ask.blocks)) {
             Some(reason) => JointBody::Left(JointLeft { blocks: 0, reason }),
-            None => JointBody::Willing(JointWilling { rows: batch.joint_rows(cx) }),
+            None => JointBody::Willing(JointWilling { rows: batch.joint_rows(cx, ask.total) }),
         };
         send(cx, key.0, key, body);
     }
@@ -157,7 +157,7 @@ impl Joints {
         if prompt.cache_salt.len() > CACHE_SALT_BYTES_MAX {
             return Err("the salt is too long".to_owned());
         }
-        batch.refuses_to_join(cx, layout.leased(me)).map_or(Ok(()), Err)?;
+        batch.refuses_to_join(cx, prompt.total, layout.leased(me)).map_or(Ok(()), Err)?;
         let cache_salt = std::mem::take(&mut prompt.cache_salt);
         Ok(Member {
             key,

@@ -83,7 +83,9 @@ impl Joints {
     /// Asks the gManager for instances that may compute a part of a waiting sequence's prompt.
     pub(super) fn find(&mut self, cx: &mut Cx, batch: &Batch, seq: SeqId) {
         let job = seq.0;
-        let Some(layout) = batch.joint_layout(cx, seq, usize::MAX, batch.joint_rows(cx)) else { return };
+        let Some(layout) = batch.joint_layout(cx, seq, usize::MAX, batch.joint_rows(cx, batch.tokens_of(seq))) else {
+            return;
+        };
         let wanted = layout.members as usize - 1;
         cx.memory.rm.debtor.find_members(seq, layout.leased(1), wanted, cx.now_ms);
         self.owned.insert(seq, Owned { job, stage: Stage::Finding, given: Vec::new(), progress_ms: cx.now_ms });
@@ -91,8 +93,8 @@ impl Joints {
 
     /// Asks the candidates.
     pub(super) fn on_found(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, candidates: Vec<Candidate>) {
-        let total = batch.seq(seq).map_or(0, |seq| seq.len());
-        let layout = batch.joint_layout(cx, seq, candidates.len() + 1, batch.joint_rows(cx));
+        let total = batch.tokens_of(seq);
+        let layout = batch.joint_layout(cx, seq, candidates.len() + 1, batch.joint_rows(cx, batch.tokens_of(seq)));
         let Some(owned) = self.owned.get_mut(&seq).filter(|owned| matches!(owned.stage, Stage::Finding)) else {
             return;
         };
@@ -125,7 +127,7 @@ impl Joints {
         if !open.is_empty() && now_ms < *until_ms {
             return;
         }
-        let fastest = fastest(batch.joint_rows(cx), willing);
+        let fastest = fastest(batch.joint_rows(cx, batch.tokens_of(seq)), willing);
         let layout = fastest.as_ref().and_then(|(rows, who)| batch.joint_layout(cx, seq, who.len() + 1, *rows));
         let (Some(layout), Some((_, who)), Some(me), Some(sequence)) =
             (layout, fastest, cx.standing.id, batch.seq(seq))
