@@ -49,6 +49,9 @@ pub(crate) struct Subject {
     pub(crate) runs_requests: bool,
     /// Whether windowed KV is kept apart.
     pub(crate) rings: bool,
+    /// Window of all layers, in tokens.
+    pub(crate) window: Option<u32>,
+    pub(crate) vocab: usize,
 }
 
 /// Measures an executor that does not serve yet, in about 1.2 times `budget` (without the first step, however slow it is).
@@ -96,6 +99,12 @@ struct Bench<'a, D: Device> {
 
 fn us(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
+}
+
+/// Time of a row's attention over 1,024 tokens, from chunks of `rows` rows without a context and behind one of which each row sees `seen`
+/// tokens. A small difference counts as noise, not as none.
+fn us_per_ktoken((alone, behind): (Duration, Duration), rows: u32, seen: u32) -> f64 {
+    us(behind.saturating_sub(alone).max(alone / NOISE)) / f64::from(rows) / f64::from(seen) * 1024.0
 }
 
 impl<D: Device> Bench<'_, D> {
@@ -172,7 +181,7 @@ impl<D: Device> Bench<'_, D> {
         (rows, about): (u32, Duration),
         decode_us_per_ktoken: f64,
     ) -> anyhow::Result<f64> {
-        let Subject { slots, positions, rings, .. } = self.subject;
+        let Subject { slots, positions, rings, window, .. } = self.subject;
         let longest = CONTEXT_MAX.min(slots).min(positions).saturating_sub(rows);
         if rings || longest == 0 || us(about) * 2.0 * runs_least() > us(budget) {
             return Ok(0.0);
@@ -185,8 +194,8 @@ impl<D: Device> Bench<'_, D> {
         }
         let alone = self.fastest(|bench| bench.chunk(rows, 0, false))?;
         let behind = self.fastest(|bench| bench.chunk(rows, context, false))?;
-        let attention = behind.saturating_sub(alone).max(alone / NOISE);
-        Ok(us(attention) / f64::from(rows) / f64::from(context) * 1024.0)
+        let seen = context.min(window.unwrap_or(u32::MAX));
+        Ok(us_per_ktoken((alone, behind), rows, seen))
     }
 
     fn decode(&mut self, batch: u32) -> anyhow::Result<()> {
@@ -230,7 +239,8 @@ impl<D: Device> Bench<'_, D> {
         let work = StepWork {
             step: StepId(self.step),
             micro_batch: MicroBatch::Local,
-            tokens: vec![0; rows as usize],
+            // Different ones, which take different experts.
+            tokens: (0..rows).map(|row| row % u32::try_from(self.subject.vocab).unwrap_or(u32::MAX)).collect(),
             slots: (0..rows).collect(),
             seqs,
             runs,
@@ -361,6 +371,8 @@ mod tests {
             step_seqs: 4,
             runs_requests: with_weights,
             rings: false,
+            window: None,
+            vocab: model.config.vocab,
         };
         (executor, subject)
     }
@@ -382,6 +394,16 @@ mod tests {
             let Report::RemoteKv { kv, .. } = bench.run(Command::RemoteRead(read)).unwrap() else { panic!("no KV") };
             assert!(kv.iter().all(|byte| *byte == 0), "layer {layer} was written");
         }
+    }
+
+    #[test]
+    fn attention_is_what_a_context_adds() {
+        let of = |alone_us, behind_us| {
+            us_per_ktoken((Duration::from_micros(alone_us), Duration::from_micros(behind_us)), 64, 2048)
+        };
+        assert!((of(8_000, 8_640) - 5.0).abs() < 1e-9);
+        // Noise: a hundredth of the chunk, never all of it.
+        assert!((of(8_000, 7_900) - 0.625).abs() < 1e-9 && (of(8_000, 8_010) - 0.625).abs() < 1e-9);
     }
 
     #[test]

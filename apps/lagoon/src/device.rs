@@ -263,6 +263,8 @@ impl<'a> Loading<'a> {
             step_seqs: u32::try_from(args.max_running.min(config.step_rows)).unwrap_or(u32::MAX),
             runs_requests,
             rings: config.rings > 0,
+            window: model.config.window(),
+            vocab: model.config.vocab,
         };
         let calibration = measured(&mut executor, subject, (args, cached), model, &info)?;
         let memory = executor.memory().clone();

@@ -7,54 +7,30 @@ use super::{Batch, policy};
 use crate::cx::Cx;
 use lagoon_cluster::perf::Rates;
 use lagoon_protocol::Calibration;
-use lagoon_types::{Chunk, MicroBatch};
+use lagoon_types::MicroBatch;
+use std::iter;
 use std::ops::Range;
 
-/// Weight of the newest step in a mean.
+/// Weight of the newest step in the mean time of a prompt row.
 const NEWEST: f64 = 1.0 / 8.0;
-/// Minimum rows of a step that counts.
+/// Minimum rows of prompts for a step's time to count.
 const ROWS_MIN: u32 = 8;
 
-/// What steps of prompts alone took.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct PromptPace {
-    /// Mean time of a row, its attention included, in microseconds; 0 before the first step.
-    pub(super) row_us: f64,
-    /// Mean ratio of such steps' times to the calibration's, by micro-batch; 0 before the first one. Greater than 1 where a step waits for
-    /// creditors, or reads more weights than the calibration did, as experts' are.
-    slowdown: [f64; 2],
-}
+/// A prompt that is not in the batch yet: its micro-batch, and the position of its next row.
+pub(super) type NewPrompt = (MicroBatch, u32);
 
-impl PromptPace {
-    /// Adds a step of `rows` rows that took `us`, and `calibrated_us` by the calibration, if there is one.
-    fn add(&mut self, micro_batch: MicroBatch, rows: u32, us: f64, calibrated_us: Option<f64>) {
-        if rows < ROWS_MIN {
-            return;
-        }
-        let towards = |mean: &mut f64, newest: f64| *mean += (newest - *mean) * if *mean > 0.0 { NEWEST } else { 1.0 };
-        towards(&mut self.row_us, us / f64::from(rows));
-        if let Some(calibrated_us) = calibrated_us {
-            towards(&mut self.slowdown[micro_batch.index()], us / calibrated_us);
-        }
+/// Time of a prompt's row: calibrated, with its attention. Where that was not measured, the mean of what steps of prompts alone took
+/// (`measured_us`), if it is longer.
+fn row_time(calibration: Option<&Calibration>, measured_us: f64) -> RowTime {
+    let rate = |of: fn(&Calibration) -> f64| calibration.map_or(0.0, of);
+    let row_us = rate(|c| c.prefill_us_per_token);
+    // A prompt's rows attend no more slowly than decoding ones.
+    let key_us = rate(|c| c.prompt_attention_us_per_ktoken).min(rate(|c| c.attention_us_per_ktoken)) / 1_024.0;
+    if row_us > 0.0 && key_us > 0.0 {
+        RowTime { row_us, key_us }
+    } else {
+        RowTime { row_us: row_us.max(measured_us), key_us: 0.0 }
     }
-
-    /// Time of a row in a step of `micro_batch`.
-    fn row_time(self, micro_batch: MicroBatch, calibrated: Option<RowTime>) -> RowTime {
-        let slowdown = self.slowdown[micro_batch.index()].max(1.0);
-        let measured = RowTime { row_us: self.row_us, key_us: 0.0 };
-        calibrated.map_or(measured, |RowTime { row_us, key_us }| RowTime {
-            row_us: row_us * slowdown,
-            key_us: key_us * slowdown,
-        })
-    }
-}
-
-/// A row's calibrated time, if there is one. Attention of a prompt's rows takes no longer than that of as many decoding ones; where it was
-/// not measured it counts nothing.
-fn calibrated(calibration: Option<&Calibration>) -> Option<RowTime> {
-    let c = calibration.filter(|c| c.prefill_us_per_token.is_finite() && c.prefill_us_per_token > 0.0)?;
-    let key_us = c.prompt_attention_us_per_ktoken.min(c.attention_us_per_ktoken).max(0.0) / 1_024.0;
-    Some(RowTime { row_us: c.prefill_us_per_token, key_us })
 }
 
 /// Positions as attention sees them: a row in a window sees no more tokens before it than that.
@@ -64,11 +40,9 @@ fn within_window(rows: &Range<u32>, window: Option<u32>) -> Range<u32> {
 }
 
 impl Batch {
-    /// Maximum of rows of prompts in a step, which both micro-batches share ([`policy::prompt_rows`]): they run on one device, so a row
-    /// counts as much as in the micro-batch that takes longer. A new prompt, not in the batch yet, counts in its micro-batch from a
-    /// position on.
-    pub(super) fn chunk_rows(&self, cx: &Cx, new: Option<(MicroBatch, u32)>) -> u32 {
-        let Some(target_ms) = cx.config.target_step_ms else { return u32::MAX };
+    /// Maximum of rows of prompts in a step beside those that decode, which both micro-batches share ([`policy::prompt_rows`]).
+    pub(super) fn chunk_rows(&self, cx: &Cx, new: Option<NewPrompt>) -> u32 {
+        let Some(target_us) = target_us(cx) else { return u32::MAX };
         let (mut decoding, mut tokens) = (0, 0.0);
         for seq in self.seqs.values().filter(|seq| seq.is_running() && !computes_prompt(seq)) {
             decoding += 1;
@@ -80,36 +54,47 @@ impl Batch {
         let calibration = cx.config.calibration.as_ref();
         let decode_us = calibration.and_then(|c| Rates::new(c, true));
         let decode_us = decode_us.map_or(0.0, |rates| rates.other_us(decoding) + tokens * rates.attention_us);
-        let us = f64::from(target_ms) * 1_000.0 - decode_us;
+        self.rows_within(cx, target_us - decode_us, new)
+    }
+
+    /// As [`Batch::chunk_rows`], if nothing decoded and the target held.
+    pub(super) fn chunk_rows_alone(&self, cx: &Cx, new: NewPrompt) -> u32 {
+        target_us(cx).map_or(u32::MAX, |target_us| self.rows_within(cx, target_us, Some(new)))
+    }
+
+    /// Rows of prompts that take `us`. They share one device whichever micro-batch takes them, so each counts as where rows take longer.
+    fn rows_within(&self, cx: &Cx, us: f64, new: Option<NewPrompt>) -> u32 {
+        let time = row_time(cx.config.calibration.as_ref(), self.prefill_us);
         let ready = |seq| self.seqs.get(&seq).is_some_and(Sequence::is_ready);
         let rows = |micro_batch| {
             let new = new.filter(|(of, _)| *of == micro_batch).map(|(_, at)| at..u32::MAX);
             let prompts = self.sched.due_prompts(micro_batch, ready).chain(new);
             let mut prompts = prompts.map(|rows| within_window(&rows, cx.config.window)).peekable();
             prompts.peek()?;
-            Some(policy::rows_within(us, self.pace.row_time(micro_batch, calibrated(calibration)), prompts))
+            Some(policy::rows_within(us, time, prompts))
         };
-        MicroBatch::ALL.into_iter().filter_map(rows).min().unwrap_or(u32::MAX)
+        let least = MicroBatch::ALL.into_iter().filter_map(rows).min();
+        least.unwrap_or_else(|| policy::rows_within(us, time, iter::empty()))
     }
 
-    /// Adds a step of prompts and nothing else, which took `ms`, to their pace.
-    pub(crate) fn prompt_step_took(&mut self, cx: &Cx, micro_batch: MicroBatch, ms: u64, chunks: &[Chunk]) {
-        let calibration = cx.config.calibration.as_ref();
-        // However few rows a step has, it reads the weights.
-        let least_us = calibration.and_then(|c| c.batches.first()).map_or(0.0, |point| point.step_us);
-        let calibrated_us = calibrated(calibration).map(|time| {
-            let rows =
-                chunks.iter().map(|chunk| within_window(&(chunk.start..chunk.start + chunk.len), cx.config.window));
-            rows.map(|rows| time.us(rows)).sum::<f64>().max(least_us)
-        });
-        let us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1_000.0;
-        self.pace.add(micro_batch, chunks.iter().map(|chunk| chunk.len).sum(), us, calibrated_us);
+    /// Adds a step of `rows` prompt rows and nothing else, which took `ms`, to the mean.
+    pub(crate) fn prompt_step_took(&mut self, ms: u64, rows: u32) {
+        if rows < ROWS_MIN {
+            return;
+        }
+        let us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1000.0 / f64::from(rows);
+        self.prefill_us = if self.prefill_us > 0.0 { self.prefill_us + (us - self.prefill_us) * NEWEST } else { us };
     }
 
     /// Time to compute a row of a prompt, in microseconds; 0 before it is known.
     pub(super) fn row_us(&self, cx: &Cx) -> f64 {
-        calibrated(cx.config.calibration.as_ref()).map_or(self.pace.row_us, |time| time.row_us)
+        let calibrated = cx.config.calibration.as_ref().map_or(0.0, |c| c.prefill_us_per_token);
+        if calibrated > 0.0 { calibrated } else { self.prefill_us }
     }
+}
+
+fn target_us(cx: &Cx) -> Option<f64> {
+    cx.config.target_step_ms.map(|ms| f64::from(ms) * 1_000.0)
 }
 
 fn computes_prompt(seq: &Sequence) -> bool {
@@ -120,42 +105,23 @@ fn computes_prompt(seq: &Sequence) -> bool {
 mod tests {
     use super::*;
 
-    const CALIBRATED: RowTime = RowTime { row_us: 100.0, key_us: 0.01 };
-
-    #[test]
-    fn a_row_takes_longer_where_steps_do() {
-        let mut pace = PromptPace::default();
-        let of = |pace: PromptPace, micro_batch| pace.row_time(micro_batch, Some(CALIBRATED));
-        assert_eq!(of(pace, MicroBatch::Local), CALIBRATED);
-        assert_eq!(pace.row_time(MicroBatch::Local, None), RowTime { row_us: 0.0, key_us: 0.0 }, "not known");
-        pace.add(MicroBatch::Local, 100, 30_000.0, Some(10_000.0));
-        assert_eq!(of(pace, MicroBatch::Local), RowTime { row_us: 300.0, key_us: 0.03 });
-        assert_eq!(of(pace, MicroBatch::Remote), CALIBRATED);
-        pace.add(MicroBatch::Local, 100, 11_000.0, Some(10_000.0));
-        assert!((of(pace, MicroBatch::Local).row_us - 276.25).abs() < 1e-6, "{pace:?}");
-        assert!((pace.row_time(MicroBatch::Local, None).row_us - 276.25).abs() < 1e-6, "{pace:?}");
-        // A faster device than calibrated is no reason for longer steps; a few rows tell nothing.
-        pace.add(MicroBatch::Remote, 100, 5_000.0, Some(10_000.0));
-        assert_eq!(of(pace, MicroBatch::Remote), CALIBRATED);
-        let before = pace;
-        pace.add(MicroBatch::Local, ROWS_MIN - 1, 90_000.0, Some(10_000.0));
-        assert_eq!(pace, before);
-    }
-
     #[test]
     fn attention_counts_where_it_was_measured() {
-        let calibration = |prompt, decode| Calibration {
+        let calibration = |prefill, prompt, decode| Calibration {
             batches: Vec::new(),
             attention_us_per_ktoken: decode,
-            prefill_us_per_token: 100.0,
+            prefill_us_per_token: prefill,
             copy_bytes_per_s: 0.0,
             prompt_attention_us_per_ktoken: prompt,
         };
-        assert_eq!(calibrated(Some(&calibration(10.24, 20.0))), Some(CALIBRATED));
-        assert_eq!(calibrated(Some(&calibration(90.0, 10.24))), Some(CALIBRATED), "no more than decoding rows'");
-        assert_eq!(calibrated(Some(&calibration(0.0, 20.0))), Some(RowTime { key_us: 0.0, ..CALIBRATED }));
-        assert_eq!(calibrated(Some(&Calibration { prefill_us_per_token: 0.0, ..calibration(1.0, 1.0) })), None);
-        assert_eq!(calibrated(None), None);
+        let of = |c, measured_us| row_time(Some(&c), measured_us);
+        let time = |row_us, key_us| RowTime { row_us, key_us };
+        assert_eq!(of(calibration(100.0, 10.24, 20.0), 300.0), time(100.0, 0.01));
+        assert_eq!(of(calibration(100.0, 90.0, 10.24), 300.0), time(100.0, 0.01), "no more than decoding rows'");
+        assert_eq!(of(calibration(100.0, 0.0, 20.0), 300.0), time(300.0, 0.0));
+        assert_eq!(of(calibration(100.0, 0.0, 20.0), 30.0), time(100.0, 0.0));
+        assert_eq!(of(calibration(0.0, 10.24, 20.0), 30.0), time(30.0, 0.0));
+        assert_eq!(row_time(None, 30.0), time(30.0, 0.0));
     }
 
     #[test]

@@ -34,7 +34,6 @@ use crate::config::InstanceConfig;
 use crate::cx::Cx;
 use crate::event::{DiskEvent, Effect};
 use crate::outcome::{Lost, Outcome, Outcomes};
-use chunks::PromptPace;
 use draft_model::DraftRequests;
 use due::Due;
 use freeze::FrozenDebt;
@@ -63,7 +62,8 @@ pub(crate) struct Batch {
     counts: BatchCounts,
     due: Due,
     draft_requests: DraftRequests,
-    pace: PromptPace,
+    /// Measured time of one row of a prompt, in microseconds; 0 before the first measurement.
+    prefill_us: f64,
 }
 
 /// Counters of the batch since the start.
@@ -213,7 +213,7 @@ impl Batch {
             counts: BatchCounts::default(),
             due: Due::new(),
             draft_requests: DraftRequests::default(),
-            pace: PromptPace::default(),
+            prefill_us: 0.0,
         }
     }
 

@@ -482,7 +482,7 @@ impl Steps {
         let ms = cx.now_ms - flight.started_ms;
         let grows = |c: &&Chunk| c.decodes() && !c.warms_up();
         let growing = flight.chunks.iter().filter(grows).count();
-        let prompt_rows: u32 = flight.chunks.iter().filter(|c| !grows(c)).map(|c| c.len).sum();
+        let prompt_rows = flight.chunks.iter().filter(|c| !grows(c)).map(|c| c.len).sum();
         let accepted = flight.accepted(batch, &samples);
         let own = micro_batch == MicroBatch::Local && growing == flight.chunks.len();
         cx.emit(Outcome::StepDone {
@@ -500,7 +500,7 @@ impl Steps {
         }
         batch.changed();
         if growing == 0 {
-            batch.prompt_step_took(cx, micro_batch, ms, &flight.chunks);
+            batch.prompt_step_took(ms, prompt_rows);
         }
         let (mut samples, mut row0) = (samples.into_iter(), 0);
         for (chunk, n) in flight.chunks.iter().zip(&flight.samples) {
