@@ -42,7 +42,7 @@ fn within_window(rows: &Range<u32>, window: Option<u32>) -> Range<u32> {
 impl Batch {
     /// Maximum of rows of prompts in a step beside those that decode, which both micro-batches share ([`policy::prompt_rows`]).
     pub(super) fn chunk_rows(&self, cx: &Cx, new: Option<NewPrompt>) -> u32 {
-        let Some(target_us) = target_us(cx) else { return u32::MAX };
+        let Some(target_ms) = cx.config.target_step_ms else { return u32::MAX };
         let (mut decoding, mut tokens) = (0, 0.0);
         for seq in self.seqs.values().filter(|seq| seq.is_running() && !computes_prompt(seq)) {
             decoding += 1;
@@ -54,12 +54,7 @@ impl Batch {
         let calibration = cx.config.calibration.as_ref();
         let decode_us = calibration.and_then(|c| Rates::new(c, true));
         let decode_us = decode_us.map_or(0.0, |rates| rates.other_us(decoding) + tokens * rates.attention_us);
-        self.rows_within(cx, target_us - decode_us, new)
-    }
-
-    /// As [`Batch::chunk_rows`], if nothing decoded and the target held.
-    pub(super) fn chunk_rows_alone(&self, cx: &Cx, new: NewPrompt) -> u32 {
-        target_us(cx).map_or(u32::MAX, |target_us| self.rows_within(cx, target_us, Some(new)))
+        self.rows_within(cx, f64::from(target_ms) * 1_000.0 - decode_us, new)
     }
 
     /// Rows of prompts that take `us`. They share one device whichever micro-batch takes them, so each counts as where rows take longer.
@@ -91,10 +86,6 @@ impl Batch {
         let calibrated = cx.config.calibration.as_ref().map_or(0.0, |c| c.prefill_us_per_token);
         if calibrated > 0.0 { calibrated } else { self.prefill_us }
     }
-}
-
-fn target_us(cx: &Cx) -> Option<f64> {
-    cx.config.target_step_ms.map(|ms| f64::from(ms) * 1_000.0)
 }
 
 fn computes_prompt(seq: &Sequence) -> bool {

@@ -91,8 +91,7 @@ impl Batch {
     }
 
     fn has_rows_for_others(&self, cx: &Cx, tokens: u32) -> bool {
-        let all = self.chunk_rows_alone(cx, (MicroBatch::Remote, tokens / 2)).min(cx.config.remote_rows());
-        policy::has_rows_for_others(self.joint_rows(cx, tokens), all)
+        policy::has_rows_for_others(self.joint_rows(cx, tokens), cx.config.remote_rows())
     }
 
     /// How up to `members` instances would share the prompt of a sequence that holds what is known of it, in stripes of `rows` rows.

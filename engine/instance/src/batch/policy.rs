@@ -425,8 +425,8 @@ pub(super) fn suits_members(left: u32, tokens_min: u32, alone_ms: f64, forced: b
     left >= tokens_min && (forced || alone_ms >= f64::from(JOINT_ALONE_MS))
 }
 
-/// Whether so few sequences decode here that most of the rows that a step would have without them are left for prompts of several
-/// instances: narrow stripes cost more than they save.
+/// Whether so few sequences decode here that most of a step's rows are left for prompts of several instances: narrow stripes cost more
+/// than they save.
 pub(super) fn has_rows_for_others(rows: u32, step_rows: u32) -> bool {
     rows >= step_rows / 2
 }
@@ -494,7 +494,7 @@ impl RowTime {
     }
 
     /// Time of the rows at these positions.
-    pub(super) fn us(self, rows: Range<u32>) -> f64 {
+    fn us(self, rows: Range<u32>) -> f64 {
         let len = f64::from(rows.end - rows.start);
         len * (self.row_us + self.key_us * (f64::from(rows.start) + len / 2.0))
     }
