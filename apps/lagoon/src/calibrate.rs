@@ -72,7 +72,7 @@ pub(crate) fn calibrate<D: Device>(
         let (rows, chunk) = bench.prefill(budget.mul_f64(0.3), slowest)?;
         prefill_us_per_token = us(chunk) / f64::from(rows);
         prompt_attention_us_per_ktoken =
-            bench.prompt_attention(budget.mul_f64(0.2), (rows, chunk), attention_us_per_ktoken)?;
+            bench.prompt_attention(budget.mul_f64(0.2), (rows, chunk, slowest), attention_us_per_ktoken)?;
         bench.clear(subject.slots.min(PREFILL_MAX.max(BATCH_MAX)))?;
     }
     executor.push(Command::Release { slots: std::iter::once(0..slots).collect() });
@@ -162,31 +162,47 @@ impl<D: Device> Bench<'_, D> {
         Ok(points)
     }
 
-    /// Rows of a prompt's first chunk, and its time; at most that of as many one-row steps (`slowest_us`).
+    /// Rows of a prompt's first chunk, and its time: of as many rows as the budget allows, since a chunk of few takes the time to read the
+    /// weights. It begins with as many as fit if each takes as long as a step of one (`slowest_us`).
     fn prefill(&mut self, budget: Duration, slowest_us: f64) -> anyhow::Result<(u32, Duration)> {
         let Subject { step_rows, slots, positions, .. } = self.subject;
-        let mut rows = PREFILL_MAX.min(step_rows).min(slots).min(positions);
+        let most = PREFILL_MAX.min(step_rows).min(slots).min(positions);
+        let mut rows = most;
         while rows > 1 && f64::from(rows) * slowest_us * runs_least() > us(budget) * 4.0 {
             rows /= 2;
         }
-        Ok((rows, self.fastest(|bench| bench.chunk(rows, 0, true))?))
+        let begun = Instant::now();
+        loop {
+            let before = begun.elapsed();
+            let time = self.fastest(|bench| bench.chunk(rows, 0, true))?;
+            // The next chunk takes at most twice as long.
+            if rows == most || begun.elapsed() + 2 * (begun.elapsed() - before) > budget {
+                return Ok((rows, time));
+            }
+            rows = (rows * 2).min(most);
+        }
     }
 
-    /// Time of a row's attention over 1,024 tokens in all layers, in microseconds, in a chunk of `rows` rows, one of which takes about
-    /// `about`, behind as long a context as the budget allows if a row attends to it as slowly as one that decodes (`decode_us_per_ktoken`).
-    /// 0, not measured: if two such chunks do not fit the budget, and if windowed KV is kept apart.
+    /// Time of a row's attention over 1,024 tokens in all layers, in microseconds, in a chunk of at most `rows` rows, of which one takes
+    /// `chunk`, and one of a single row `slowest_us`; behind as long a context as the budget allows if a row attends to it as slowly as one
+    /// that decodes (`decode_us_per_ktoken`). 0, not measured: if two such chunks do not fit the budget, and if windowed KV is kept apart.
     fn prompt_attention(
         &mut self,
         budget: Duration,
-        (rows, about): (u32, Duration),
+        (mut rows, chunk, slowest_us): (u32, Duration, f64),
         decode_us_per_ktoken: f64,
     ) -> anyhow::Result<f64> {
         let Subject { slots, positions, rings, window, .. } = self.subject;
+        let mut about_us = us(chunk);
+        let fits = |about_us: f64| about_us * 2.0 * runs_least() <= us(budget);
+        while rows > 1 && !fits(about_us) {
+            (rows, about_us) = (rows / 2, (about_us / 2.0).max(slowest_us));
+        }
         let longest = CONTEXT_MAX.min(slots).min(positions).saturating_sub(rows);
-        if rings || longest == 0 || us(about) * 2.0 * runs_least() > us(budget) {
+        if rings || longest == 0 || !fits(about_us) {
             return Ok(0.0);
         }
-        let left_us = us(budget) / runs_least() - 2.0 * us(about);
+        let left_us = us(budget) / runs_least() - 2.0 * about_us;
         let affordable = left_us / (decode_us_per_ktoken / 1024.0) / f64::from(rows);
         let mut context = longest;
         while context > rows && f64::from(context) > affordable {

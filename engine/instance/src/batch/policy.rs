@@ -750,7 +750,7 @@ mod tests {
 
     #[test]
     fn chunks_fill_what_decoding_leaves_under_the_target() {
-        let of = |us, row_us| rows_within(us, RowTime { row_us, key_us: 0.0 }, [0..1_000]);
+        let of = |us, row_us| rows_within(us, RowTime { row_us, key_us: 0.0 }, iter::once(0..1_000));
         assert_eq!(of(40_000.0, 100.0), 400);
         assert_eq!(of(1.0, 100.0), CHUNK_ROWS_MIN, "a prompt always advances");
         assert_eq!(of(-40_000.0, 100.0), CHUNK_ROWS_MIN);
@@ -761,14 +761,18 @@ mod tests {
     #[test]
     fn rows_of_a_deep_context_take_their_attention() {
         let time = RowTime { row_us: 100.0, key_us: 0.01 };
-        let of = |prompts: &[Range<u32>]| rows_within(40_000.0, time, prompts.iter().cloned());
+        let of = |prompts: &[(u32, u32)]| rows_within(40_000.0, time, prompts.iter().map(|(start, end)| *start..*end));
         // 390·(100 + 0.01·195) = 39,760; 393·(100 + 0.01·196.5) = 40,072.
-        assert_eq!((of(&[]), of(&[0..1_000])), (392, 392));
+        assert_eq!((of(&[]), of(&[(0, 1_000)])), (392, 392));
         // 198·(200 + 0.01·99) = 39,796; 199·(200 + 0.01·99.5) = 39,998; 200 rows take more.
-        assert_eq!(of(&[10_000..100_000]), 199);
-        assert_eq!(of(&[10_000..10_050, 0..1_000]), 50 + 295, "in turn, the first one's 50 rows take as long as 99");
-        assert_eq!(of(&[10_000..10_050, 0..20]), 50 + 296, "a new prompt goes on");
-        assert_eq!(of(&[900_000..1_000_000]), CHUNK_ROWS_MIN);
+        assert_eq!(of(&[(10_000, 100_000)]), 199);
+        assert_eq!(
+            of(&[(10_000, 10_050), (0, 1_000)]),
+            50 + 295,
+            "in turn, the first one's 50 rows take as long as 99"
+        );
+        assert_eq!(of(&[(10_000, 10_050), (0, 20)]), 50 + 296, "a new prompt goes on");
+        assert_eq!(of(&[(900_000, 1_000_000)]), CHUNK_ROWS_MIN);
     }
 
     #[test]
