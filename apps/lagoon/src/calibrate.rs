@@ -1,11 +1,13 @@
 //! Calibration: an executor's measurements of itself before it serves, for the planner's model (v2 Eq. 5).
 //!
 //! It measures decode steps of growing batches whose sequences see one token each (f), micro attention over two context
-//! lengths (g), one prefill chunk, alone and behind a context, and KV copied out and in. All of it uses the executor's own commands, so that the
-//! measured code is the serving code. Each point is the fastest of a few repetitions: other programs only add time.
+//! lengths (g), chunks of a prompt, without and behind a context, and KV copied out and in. All of it uses the executor's
+//! own commands, so that the measured code is the serving code. Each point is the fastest of a few repetitions: other
+//! programs only add time.
 //!
-//! Bounded: a point starts only if it is expected to fit the rest of the budget; the first point always does. It leaves
-//! no trace: written slots are zeroed afterwards, and nothing else is kept.
+//! Bounded: a point starts only if it is expected to fit the rest of the budget, or a few times that on devices whose
+//! steps of one row take long; the first point always does. It leaves no trace: written slots are zeroed afterwards, and
+//! nothing else is kept.
 
 use anyhow::{Context, bail};
 use lagoon_backend::{AttnRows, Device};
@@ -54,7 +56,7 @@ pub(crate) struct Subject {
     pub(crate) vocab: usize,
 }
 
-/// Measures an executor that does not serve yet, in about 1.2 times `budget` (without the first step, however slow it is).
+/// Measures an executor that does not serve yet, in about 1.2 times `budget`, or a few times that where a step of one row takes a tenth of it.
 pub(crate) fn calibrate<D: Device>(
     executor: &mut Executor<D>,
     subject: Subject,
@@ -68,11 +70,11 @@ pub(crate) fn calibrate<D: Device>(
     let (mut batches, mut prefill_us_per_token, mut prompt_attention_us_per_ktoken) = (Vec::new(), 0.0, 0.0);
     if subject.runs_requests {
         batches = bench.batches(budget.mul_f64(0.4))?;
-        let slowest = batches.first().map_or(0.0, |p| p.step_us);
-        let (rows, chunk) = bench.prefill(budget.mul_f64(0.3), slowest)?;
+        let one_row_us = batches.first().map_or(0.0, |p| p.step_us);
+        let (rows, chunk) = bench.prefill(budget.mul_f64(0.3), one_row_us)?;
         prefill_us_per_token = us(chunk) / f64::from(rows);
         prompt_attention_us_per_ktoken =
-            bench.prompt_attention(budget.mul_f64(0.2), (rows, chunk, slowest), attention_us_per_ktoken)?;
+            bench.prompt_attention(budget.mul_f64(0.2), (rows, chunk, one_row_us), attention_us_per_ktoken)?;
         bench.clear(subject.slots.min(PREFILL_MAX.max(BATCH_MAX)))?;
     }
     executor.push(Command::Release { slots: std::iter::once(0..slots).collect() });
@@ -162,56 +164,62 @@ impl<D: Device> Bench<'_, D> {
         Ok(points)
     }
 
-    /// Rows of a prompt's first chunk, and its time: of as many rows as the budget allows, since a chunk of few takes the time to read the
-    /// weights. It begins with as many as fit if each takes as long as a step of one (`slowest_us`).
-    fn prefill(&mut self, budget: Duration, slowest_us: f64) -> anyhow::Result<(u32, Duration)> {
+    /// Rows of a prompt's first chunk, and its time: of twice as many as before while the budget allows. A chunk of few takes the time to
+    /// read the weights, which a step of one takes as well (`one_row_us`), so it goes on beyond its budget until one takes twice that.
+    fn prefill(&mut self, budget: Duration, one_row_us: f64) -> anyhow::Result<(u32, Duration)> {
         let Subject { step_rows, slots, positions, .. } = self.subject;
         let most = PREFILL_MAX.min(step_rows).min(slots).min(positions);
-        let mut rows = most;
-        while rows > 1 && f64::from(rows) * slowest_us * runs_least() > us(budget) * 4.0 {
-            rows /= 2;
-        }
+        let mut rows = most.min(8);
         let begun = Instant::now();
         loop {
-            let before = begun.elapsed();
-            let time = self.fastest(|bench| bench.chunk(rows, 0, true))?;
-            // The next chunk takes at most twice as long.
-            if rows == most || begun.elapsed() + 2 * (begun.elapsed() - before) > budget {
-                return Ok((rows, time));
+            // Warm-up, as for each point.
+            self.chunk(rows, 0, true)?;
+            let started = Instant::now();
+            self.chunk(rows, 0, true)?;
+            let once = started.elapsed();
+            let hidden = us(once) < 2.0 * one_row_us && begun.elapsed() < 4 * budget;
+            // The next one takes at most twice as long, and then is repeated.
+            let fits = begun.elapsed() + once.mul_f64(4.0 + 2.0 * runs_least()) <= budget;
+            if rows < most && (hidden || fits) {
+                rows = (rows * 2).min(most);
+                continue;
             }
-            rows = (rows * 2).min(most);
+            let repeats = begun.elapsed() + once.mul_f64(runs_least()) <= 2 * budget;
+            return Ok((rows, if repeats { self.fastest(|bench| bench.chunk(rows, 0, true))? } else { once }));
         }
     }
 
     /// Time of a row's attention over 1,024 tokens in all layers, in microseconds, in a chunk of at most `rows` rows, of which one takes
-    /// `chunk`, and one of a single row `slowest_us`; behind as long a context as the budget allows if a row attends to it as slowly as one
-    /// that decodes (`decode_us_per_ktoken`). 0, not measured: if two such chunks do not fit the budget, and if windowed KV is kept apart.
+    /// `chunk`, and one of a single row `one_row_us`; behind as long a context as the budget allows if a row attends to it as slowly as one
+    /// that decodes (`decode_us_per_ktoken`). 0, not measured: if too little of the budget is left for a context, and if windowed KV is kept
+    /// apart.
     fn prompt_attention(
         &mut self,
         budget: Duration,
-        (mut rows, chunk, slowest_us): (u32, Duration, f64),
+        (mut rows, chunk, one_row_us): (u32, Duration, f64),
         decode_us_per_ktoken: f64,
     ) -> anyhow::Result<f64> {
         let Subject { slots, positions, rings, window, .. } = self.subject;
+        // A chunk without a context takes a quarter of it, and so do at least four steps of one row where those are slow.
+        let budget_us = (4.0 * runs_least() * one_row_us).clamp(us(budget), 5.0 * us(budget));
         let mut about_us = us(chunk);
-        let fits = |about_us: f64| about_us * 2.0 * runs_least() <= us(budget);
+        let fits = |about_us: f64| about_us * 4.0 * runs_least() <= budget_us;
         while rows > 1 && !fits(about_us) {
-            (rows, about_us) = (rows / 2, (about_us / 2.0).max(slowest_us));
+            (rows, about_us) = (rows / 2, (about_us / 2.0).max(one_row_us));
         }
         let longest = CONTEXT_MAX.min(slots).min(positions).saturating_sub(rows);
         if rings || longest == 0 || !fits(about_us) {
             return Ok(0.0);
         }
-        let left_us = us(budget) / runs_least() - 2.0 * about_us;
+        let left_us = budget_us / runs_least() - 2.0 * about_us;
         let affordable = left_us / (decode_us_per_ktoken / 1024.0) / f64::from(rows);
         let mut context = longest;
-        while context > rows && f64::from(context) > affordable {
+        while context > 1 && f64::from(context) > affordable {
             context /= 2;
         }
         let alone = self.fastest(|bench| bench.chunk(rows, 0, false))?;
         let behind = self.fastest(|bench| bench.chunk(rows, context, false))?;
-        let seen = context.min(window.unwrap_or(u32::MAX));
-        Ok(us_per_ktoken((alone, behind), rows, seen))
+        Ok(us_per_ktoken((alone, behind), rows, context.min(window.unwrap_or(u32::MAX))))
     }
 
     fn decode(&mut self, batch: u32) -> anyhow::Result<()> {
@@ -221,7 +229,7 @@ impl<D: Device> Bench<'_, D> {
         self.forward(batch, seqs, runs)
     }
 
-    /// A prompt's chunk behind a context, for which nothing writes KV: its last row may be sampled only without one.
+    /// A prompt's chunk behind a context of whatever its slots hold: its last row may be sampled only without one.
     fn chunk(&mut self, rows: u32, context: u32, sampled: bool) -> anyhow::Result<()> {
         let before = KvRun { base: rows, len: context, first_pos: 0 };
         let own = KvRun { base: 0, len: rows, first_pos: context };
@@ -276,7 +284,8 @@ impl<D: Device> Bench<'_, D> {
     /// Time of attention over 1,024 tokens in all layers, in microseconds: from the difference of two lengths, without
     /// constant costs.
     fn attention(&mut self, budget: Duration) -> anyhow::Result<f64> {
-        let longest = CONTEXT_MAX.min(self.subject.slots).min(self.subject.positions);
+        let Subject { slots, positions, window, .. } = self.subject;
+        let longest = CONTEXT_MAX.min(slots).min(positions).min(window.unwrap_or(u32::MAX));
         let (mut long, mut times) = (longest.min(64), None);
         let begun = Instant::now();
         // Longer contexts as far as the budget allows: short ones are below the clock's resolution.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// Raised when something is measured in another way within a version of this program.
-pub(crate) const MEASUREMENTS: u32 = 1;
+pub(crate) const MEASUREMENTS: u32 = 2;
 
 /// Everything that a measurement depends on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,6 +25,8 @@ pub(crate) struct Key {
     /// Threads as requested.
     pub(crate) threads: Option<usize>,
     pub(crate) runs_requests: bool,
+    /// Most rows and sequences of a step.
+    pub(crate) step: (u32, u32),
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -108,6 +110,7 @@ mod tests {
             kv_layers: 2,
             threads: None,
             runs_requests: true,
+            step: (512, 64),
         };
         assert_eq!(load_from(&dir, &key), None);
         let calibration = Calibration {

@@ -295,6 +295,7 @@ fn measured<D: Device>(
         kv_layers: subject.kv.layers,
         threads: args.threads,
         runs_requests: subject.runs_requests,
+        step: (subject.step_rows, subject.step_seqs),
     };
     if args.calibrate == CalibrateArg::Off {
         return Ok(None);
