@@ -8,16 +8,12 @@ use crate::cx::Cx;
 use lagoon_cluster::perf::Rates;
 use lagoon_protocol::Calibration;
 use lagoon_types::MicroBatch;
-use std::iter;
 use std::ops::Range;
 
 /// Weight of the newest step in the mean time of a prompt row.
 const NEWEST: f64 = 1.0 / 8.0;
 /// Minimum rows of prompts for a step's time to count.
 const ROWS_MIN: u32 = 8;
-
-/// A prompt that is not in the batch yet: its micro-batch, and the position of its next row.
-pub(super) type NewPrompt = (MicroBatch, u32);
 
 /// Time of a prompt's row: calibrated, with its attention. Where that was not measured, the mean of what steps of prompts alone took
 /// (`measured_us`), if it is longer.
@@ -40,8 +36,9 @@ fn within_window(rows: &Range<u32>, window: Option<u32>) -> Range<u32> {
 }
 
 impl Batch {
-    /// Maximum of rows of prompts in a step beside those that decode, which both micro-batches share ([`policy::prompt_rows`]).
-    pub(super) fn chunk_rows(&self, cx: &Cx, new: Option<NewPrompt>) -> u32 {
+    /// Maximum of rows of prompts in the next step of `micro_batch`, of those in the batch and then of a `new` one from a position on. Beside
+    /// prompts of the other micro-batch, which shares the device, they take half of the time, and none that is in its step.
+    pub(super) fn chunk_rows(&self, cx: &Cx, micro_batch: MicroBatch, new: Option<u32>) -> u32 {
         let Some(target_ms) = cx.config.target_step_ms else { return u32::MAX };
         let (mut decoding, mut tokens) = (0, 0.0);
         for seq in self.seqs.values().filter(|seq| seq.is_running() && !computes_prompt(seq)) {
@@ -54,22 +51,15 @@ impl Batch {
         let calibration = cx.config.calibration.as_ref();
         let decode_us = calibration.and_then(|c| Rates::new(c, true));
         let decode_us = decode_us.map_or(0.0, |rates| rates.other_us(decoding) + tokens * rates.attention_us);
-        self.rows_within(cx, f64::from(target_ms) * 1_000.0 - decode_us, new)
-    }
-
-    /// Rows of prompts that take `us`. They share one device whichever micro-batch takes them, so each counts as where rows take longer.
-    fn rows_within(&self, cx: &Cx, us: f64, new: Option<NewPrompt>) -> u32 {
-        let time = row_time(cx.config.calibration.as_ref(), self.prefill_us);
+        let us = f64::from(target_ms) * 1_000.0 - decode_us;
+        let time = row_time(calibration, self.prefill_us);
         let ready = |seq| self.seqs.get(&seq).is_some_and(Sequence::is_ready);
-        let rows = |micro_batch| {
-            let new = new.filter(|(of, _)| *of == micro_batch).map(|(_, at)| at..u32::MAX);
-            let prompts = self.sched.due_prompts(micro_batch, ready).chain(new);
-            let mut prompts = prompts.map(|rows| within_window(&rows, cx.config.window)).peekable();
-            prompts.peek()?;
-            Some(policy::rows_within(us, time, prompts))
-        };
-        let least = MicroBatch::ALL.into_iter().filter_map(rows).min();
-        least.unwrap_or_else(|| policy::rows_within(us, time, iter::empty()))
+        let windowed = |rows: Range<u32>| within_window(&rows, cx.config.window);
+        let other = MicroBatch::ALL[1 - micro_batch.index()];
+        let in_step_us: f64 = self.sched.prompts_in_step(other).map(|rows| time.us(windowed(rows))).sum();
+        let share = if self.sched.due_prompts(other, ready).next().is_some() { 0.5 } else { 1.0 };
+        let own = self.sched.due_prompts(micro_batch, ready).chain(new.map(|at| at..u32::MAX));
+        policy::rows_within((us * share).min(us - in_step_us), time, own.map(windowed))
     }
 
     /// Adds a step of `rows` prompt rows and nothing else, which took `ms`, to the mean.

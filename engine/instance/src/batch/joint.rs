@@ -70,7 +70,7 @@ impl Batch {
     fn alone_ms(&self, cx: &Cx, tokens: u32) -> f64 {
         let row_us = self.row_us(cx);
         let row_ms = if row_us > 0.0 { row_us / 1_000.0 } else { return f64::INFINITY };
-        let rows = f64::from(self.chunk_rows(cx, Some((MicroBatch::Local, tokens / 2))));
+        let rows = f64::from(self.chunk_rows(cx, MicroBatch::Local, Some(tokens / 2)));
         let step_ms = cx.config.target_step_ms.map_or(0.0, f64::from);
         f64::from(tokens) * row_ms.max(step_ms / rows)
     }
@@ -83,11 +83,7 @@ impl Batch {
     /// Rows that a step has here now in the middle of another prompt of `tokens` tokens, whose KV is on several instances, beside prompts
     /// of the local micro-batch.
     pub(crate) fn joint_rows(&self, cx: &Cx, tokens: u32) -> u32 {
-        let local =
-            self.seqs.values().filter(|seq| self.micro_batch_of(seq.id) == MicroBatch::Local && seq.is_running());
-        let wanted = u32::try_from(local.map(Sequence::prefill_left).sum::<u64>()).unwrap_or(u32::MAX);
-        policy::prompt_rows(self.chunk_rows(cx, Some((MicroBatch::Remote, tokens / 2))), wanted, 0)
-            .min(cx.config.remote_rows())
+        self.chunk_rows(cx, MicroBatch::Remote, Some(tokens / 2)).min(cx.config.remote_rows())
     }
 
     fn has_rows_for_others(&self, cx: &Cx, tokens: u32) -> bool {

@@ -405,7 +405,7 @@ impl Batch {
 
     /// Plans the next step of a micro-batch from its sequences that are ready.
     pub(crate) fn plan(&mut self, cx: &mut Cx, micro_batch: MicroBatch) -> StepPlan {
-        self.sched.limit_chunks(self.chunk_rows(cx, None));
+        self.sched.limit_chunks(self.chunk_rows(cx, micro_batch, None));
         let seqs = &self.seqs;
         let mut plan = self.sched.plan(micro_batch, |seq| seqs.get(&seq).is_some_and(Sequence::is_ready));
         self.add_drafts(cx, &mut plan, micro_batch);

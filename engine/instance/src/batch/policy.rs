@@ -37,7 +37,7 @@ const SWAP_OVERHEAD_US: f64 = 20_000.0;
 /// Fixed time of a load from a tier of the prefix cache, in microseconds (docs/adr/0037).
 const LOAD_OVERHEAD_US: f64 = 1_000.0;
 
-/// Rows of prompts that a step has in any case under a latency target, of both micro-batches together: a prompt always advances.
+/// Rows of prompts that a step has in any case under a latency target: a prompt always advances.
 const CHUNK_ROWS_MIN: u32 = 32;
 
 /// rBlocks kept free for the growth of running sequences: [`GROWTH_BLOCKS`] each, up to a share of all. Without them
@@ -494,7 +494,7 @@ impl RowTime {
     }
 
     /// Time of the rows at these positions.
-    fn us(self, rows: Range<u32>) -> f64 {
+    pub(super) fn us(self, rows: Range<u32>) -> f64 {
         let len = f64::from(rows.end - rows.start);
         len * (self.row_us + self.key_us * (f64::from(rows.start) + len / 2.0))
     }

@@ -88,7 +88,7 @@ pub(crate) struct Scheduler {
     config: SchedulerConfig,
     /// Maximum of rows in a step of the remote micro-batch; at most `config.step_rows`.
     remote_rows: u32,
-    /// Maximum of rows of prompts in the next step.
+    /// Maximum of rows of prompts in the next step, by their time.
     chunk_rows: u32,
     waiting: VecDeque<Waiting>,
     /// In order of admission.
@@ -251,7 +251,13 @@ impl Scheduler {
         prompts.filter(move |r| r.in_step || ready(r.seq)).map(|r| r.due().0)
     }
 
-    /// Bounds the rows of prompts in the next steps, those of both micro-batches together; at least 1.
+    /// Positions of prompts and lost ranges in the step of `micro_batch`.
+    pub(crate) fn prompts_in_step(&self, micro_batch: MicroBatch) -> impl Iterator<Item = Range<u32>> {
+        let prompts = self.running.iter().filter(move |r| r.micro_batch == micro_batch && r.prompt_rows > 0);
+        prompts.map(|r| (r.due().0.start, r.prompt_rows)).map(|(start, rows)| start..start + rows)
+    }
+
+    /// Bounds the rows of prompts in the next step; at least 1.
     pub(crate) fn limit_chunks(&mut self, rows: u32) {
         self.chunk_rows = rows.max(1);
     }
@@ -296,8 +302,8 @@ impl Scheduler {
             in_flight += entry.prompt_rows;
         }
         let other = MicroBatch::ALL[1 - micro_batch.index()];
-        let left = self.config.step_rows.saturating_sub(decoding).min(self.chunk_rows);
-        policy::prompt_rows(left, other_wants.min(self.rows_max(other)), in_flight)
+        let left = self.config.step_rows.saturating_sub(decoding);
+        policy::prompt_rows(left, other_wants.min(self.rows_max(other)), in_flight).min(self.chunk_rows)
     }
 
     /// Maximum of rows in a step of `micro_batch`.
@@ -431,6 +437,8 @@ mod tests {
         let chunks: Vec<_> = plan.chunks.iter().map(|c| (c.seq.0, c.start, c.len)).collect();
         assert_eq!(chunks, [(0, 299, 1), (2, 5, 1), (3, 100, 62)]);
         assert_eq!(due(&s, MicroBatch::Local, 3), [0..300, 5..6, 100..300], "in a step, ready or not");
+        assert_eq!(s.prompts_in_step(MicroBatch::Local).collect::<Vec<_>>(), [5..6, 100..162]);
+        assert_eq!(s.prompts_in_step(MicroBatch::Remote).count(), 0);
     }
 
     /// With a budget each, two micro-batches delayed decoding rows by two chunks.
@@ -465,11 +473,11 @@ mod tests {
         assert_eq!(rows(&remote), [(2, 1), (3, 62)], "the other one's prompt cannot start");
         done(&mut s, &remote);
         done(&mut s, &local);
-        // A latency target's rows are shared as well.
+        // A latency target's time is shared by who says how many rows fit.
         s.limit_chunks(20);
         let local = s.plan(MicroBatch::Local, |_| true);
         let remote = s.plan(MicroBatch::Remote, |_| true);
-        assert_eq!((rows(&local), rows(&remote)), (vec![(0, 1), (1, 10)], vec![(2, 1), (3, 10)]));
+        assert_eq!((rows(&local), rows(&remote)), (vec![(0, 1), (1, 20)], vec![(2, 1), (3, 20)]));
     }
 
     #[test]
