@@ -36,8 +36,9 @@ fn within_window(rows: &Range<u32>, window: Option<u32>) -> Range<u32> {
 }
 
 impl Batch {
-    /// Maximum of rows of prompts in the next step of `micro_batch`, of those in the batch and then of a `new` one from a position on. Beside
-    /// prompts of the other micro-batch, which shares the device, they take half of the time, and none that is in its step.
+    /// Maximum of rows of prompts in the next step of `micro_batch`: of those in the batch, then of a `new` one from a position on. The two
+    /// micro-batches share one device: if the other one has prompts too, these take at most half of the time, and only what those in its
+    /// step leave.
     pub(super) fn chunk_rows(&self, cx: &Cx, micro_batch: MicroBatch, new: Option<u32>) -> u32 {
         let Some(target_ms) = cx.config.target_step_ms else { return u32::MAX };
         let (mut decoding, mut tokens) = (0, 0.0);

@@ -254,7 +254,7 @@ impl Scheduler {
     /// Positions of prompts and lost ranges in the step of `micro_batch`.
     pub(crate) fn prompts_in_step(&self, micro_batch: MicroBatch) -> impl Iterator<Item = Range<u32>> {
         let prompts = self.running.iter().filter(move |r| r.micro_batch == micro_batch && r.prompt_rows > 0);
-        prompts.map(|r| (r.due().0.start, r.prompt_rows)).map(|(start, rows)| start..start + rows)
+        prompts.map(|r| r.due().0.start..r.due().0.start + r.prompt_rows)
     }
 
     /// Bounds the rows of prompts in the next step; at least 1.

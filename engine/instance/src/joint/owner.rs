@@ -94,7 +94,7 @@ impl Joints {
     /// Asks the candidates.
     pub(super) fn on_found(&mut self, cx: &mut Cx, batch: &mut Batch, seq: SeqId, candidates: Vec<Candidate>) {
         let total = batch.tokens_of(seq);
-        let layout = batch.joint_layout(cx, seq, candidates.len() + 1, batch.joint_rows(cx, batch.tokens_of(seq)));
+        let layout = batch.joint_layout(cx, seq, candidates.len() + 1, batch.joint_rows(cx, total));
         let Some(owned) = self.owned.get_mut(&seq).filter(|owned| matches!(owned.stage, Stage::Finding)) else {
             return;
         };
