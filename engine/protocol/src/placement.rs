@@ -32,13 +32,13 @@ pub struct Calibration {
     /// Time of decode attention over 1,024 tokens of one sequence, all layers, in microseconds.
     #[prost(double, tag = "2")]
     pub attention_us_per_ktoken: f64,
-    /// Prefill time per token, in microseconds, in a chunk of as many rows as the calibration's time allows.
+    /// Prefill time per token, in microseconds, at a chunk of the usual size.
     #[prost(double, tag = "3")]
     pub prefill_us_per_token: f64,
     /// Rate of KV copies out of and into the store, in bytes per second.
     #[prost(double, tag = "4")]
     pub copy_bytes_per_s: f64,
-    /// Time of a prompt row's attention over 1,024 tokens in a chunk of a prompt, all layers, in microseconds; 0 if not measured.
+    /// Time of a prompt row's attention over 1,024 tokens in a chunk of the usual size, all layers, in microseconds; 0 if not measured.
     #[prost(double, tag = "5")]
     pub prompt_attention_us_per_ktoken: f64,
 }
