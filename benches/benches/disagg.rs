@@ -6,7 +6,7 @@
 //! * `grid`: one to three prefill by one to three decode workers at one load (Figure 12).
 //!
 //! The instances are real processes with the bundled model, real arithmetic and real QUIC or shared memory. Each
-//! device is *paced* (`lagoon_backend::Paced`): it reads its weights in 10 ms a step and a full KV cache in 30 ms,
+//! device is *paced* (`lagoon_pace::Paced`): it reads its weights in 10 ms a step and a full KV cache in 30 ms,
 //! and 150 rows take as long as the weights. Traces are arXiv-like (long prompts, short answers) and ShareGPT-like
 //! (conversations), drawn from a seed, scaled to the model (`lagoon_benches::traces`). The load is that of the whole
 //! pool. `late` is the share of the devices' time by which the real arithmetic fell behind: with much of it, this
@@ -22,10 +22,10 @@
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use lagoon_backend::PaceProfile;
 use lagoon_benches::cluster::Lagoon;
 use lagoon_benches::measure::{commit, device, hardware_threads};
 use lagoon_benches::traces::{Kind, Spec, csv, draw};
+use lagoon_pace::PaceProfile;
 use serde_json::{Value, json};
 use std::path::Path;
 

@@ -2,7 +2,7 @@
 //! shipped) and with steps that wait for their copy (Infinite-LLM v2 §7.4, Figure 12a).
 //!
 //! Two real processes with the bundled model, real arithmetic and real QUIC. Each device is *paced*
-//! (`lagoon_backend::Paced`), so that the two do not compete for this machine's cores: a step reads its weights in 10
+//! (`lagoon_pace::Paced`), so that the two do not compete for this machine's cores: a step reads its weights in 10
 //! ms, a token of KV has 0.5 MiB, and KV is copied at 25 GB/s, about LLaMA2-7B on an A100. The network carries the
 //! small model's bytes: only the copies at both ends take the modelled time. `--real` leaves pacing out.
 //!
@@ -15,9 +15,9 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
-use lagoon_backend::PaceProfile;
 use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, Times, late_share, listen, number, status, wait_for_others};
 use lagoon_benches::measure::{mean, median};
+use lagoon_pace::PaceProfile;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::path::Path;

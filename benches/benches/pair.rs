@@ -2,7 +2,7 @@
 //! the prediction of the planner's model from the instances' own calibration (Infinite-LLM v2, Figure 7).
 //!
 //! Two real processes with the bundled model, real arithmetic and real QUIC. Each device is *paced*
-//! (`lagoon_backend::Paced`): weights are read in 10 ms a step and a full KV cache in 30 ms, the proportions of
+//! (`lagoon_pace::Paced`): weights are read in 10 ms a step and a full KV cache in 30 ms, the proportions of
 //! LLaMA2-7B on an A100. The creditor runs short requests. The debtor has one long request and as many short ones as
 //! fit beside it; rBlocks of the long one at the creditor make room for more short ones at the debtor, and take room
 //! at the creditor. The benchmark computes how many fit, and measures their rate of tokens over some seconds. (The
@@ -19,10 +19,10 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
-use lagoon_backend::PaceProfile;
 use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, Times, late_share, listen, number, status, wait_for_others};
 use lagoon_benches::measure::median;
 use lagoon_cluster::perf::{LinkView, ModelConfig, ModelShape};
+use lagoon_pace::PaceProfile;
 use lagoon_plot::{Panel, Series};
 use lagoon_protocol::{BatchPoint, Calibration};
 use lagoon_sim::paper::model::{CurvePoint, PairSpec, curve};

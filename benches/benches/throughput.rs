@@ -1,7 +1,7 @@
 //! Throughput of a cluster of instances on this machine with pooling on and off, on one mixed trace in one run.
 //!
 //! The instances are real processes with the bundled model, real arithmetic and real QUIC. Each device is *paced*
-//! (`lagoon_backend::Paced`): a step takes the time of a roofline model, so that instances on this machine's cores do
+//! (`lagoon_pace::Paced`): a step takes the time of a roofline model, so that instances on this machine's cores do
 //! not slow each other down. The modelled device reads its weights in 10 ms a step and a full KV cache in 30 ms, the
 //! proportions of LLaMA2-7B on an A100. One token of KV stands for 54.5 of that model's, one step for one of its steps:
 //! rows of prompts are scaled separately (`--prompt-scale`), or a prompt would cost a fiftieth of what it should.

@@ -2,7 +2,7 @@
 //! their HTTP pages, and streams of answers.
 
 use anyhow::{Context, Result, ensure};
-use lagoon_backend::PaceProfile;
+use lagoon_pace::PaceProfile;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -57,7 +57,7 @@ impl Lagoon {
         Ok(this)
     }
 
-    /// Runs instances on a modelled device: see `lagoon_backend::Paced`.
+    /// Runs instances on a modelled device: see `lagoon_pace::Paced`.
     pub fn paced(mut self, profile: &PaceProfile) -> Result<Self> {
         let path = self.dir.join("pace.json");
         std::fs::write(&path, serde_json::to_vec(profile)?)?;

@@ -1,7 +1,7 @@
 //! The profile of a modelled device for the bundled model: LLaMA2-7B on an A100 in small.
 
 use anyhow::Result;
-use lagoon_backend::PaceProfile;
+use lagoon_pace::PaceProfile;
 use std::path::Path;
 
 /// The bundled model: 4 layers, 2 KV heads of 64, f16.

@@ -9,7 +9,7 @@ use crate::partition::Place;
 use crate::process::{
     ADMIN_KEY, Client, Ended, Server, TIMEOUT, completion, lagoon_at, logits, run, signal, token_ids,
 };
-use lagoon_backend::PaceProfile;
+use lagoon_pace::PaceProfile;
 use lagoon_types::limits::{RESTORE_DEADLINE_MS, STEP_DEADLINE_MS};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

@@ -4,7 +4,7 @@
 use crate::process_cluster::{Cluster, TWO, certificates, new_ca, wait_for_pool};
 use crate::process_keys::wait;
 use crate::process_up::golden_prompt;
-use lagoon_backend::PaceProfile;
+use lagoon_pace::PaceProfile;
 use lagoon_tests::process::{Client, Server, TIMEOUT, completion, lagoon, run, signal, wait_for_end};
 use serde_json::json;
 use std::fs;

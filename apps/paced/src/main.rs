@@ -1,6 +1,6 @@
 //! `lagoon-paced`: the command line of `lagoon`, with a CPU backend that takes as long as a modelled device.
 //!
-//! For benchmarks and tests of a whole pool on one machine: see [`lagoon_backend::paced`]. The environment variable
+//! For benchmarks and tests of a whole pool on one machine: see [`lagoon_pace`]. The environment variable
 //! `LAGOON_PACE` names the profile, a JSON file of a [`PaceProfile`], so that instances started by `lagoon-paced up`
 //! inherit it: `LAGOON_PACE=FILE lagoon-paced serve MODEL --backend=cpu …`. `/metrics` of an instance shows, in
 //! microseconds, `lagoon_paced_modelled_us_total`, the modelled device's time, and `lagoon_paced_late_us_total`, how
@@ -9,7 +9,7 @@
 
 use anyhow::Context;
 use lagoon::{Devices, Loading, Running};
-use lagoon_backend::{PaceProfile, Paced};
+use lagoon_pace::{PaceProfile, Paced};
 use metrics::counter;
 use std::cell::Cell;
 use std::path::Path;

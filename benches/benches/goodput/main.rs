@@ -9,7 +9,7 @@
 //! * `hits`: hit rates of prefix caches on a trace's `hash_ids`, beside one cache as large as the pool (`hits.rs`).
 //!
 //! The instances are real processes with the bundled model, real arithmetic and real QUIC, on modelled devices
-//! (`lagoon_backend::Paced`): a step reads its weights in 10 ms and attends to a full KV cache in 30 ms, as LLaMA2-7B on an
+//! (`lagoon_pace::Paced`): a step reads its weights in 10 ms and attends to a full KV cache in 30 ms, as LLaMA2-7B on an
 //! A100. One token of KV stands for `--tokens` of that model's (54.5: 2,048 for 111,615).
 //!
 //! Time is scaled, too, or a run would take hours: a request generates a `--time`-th of its tokens, so that it takes a

@@ -13,7 +13,6 @@ mod error;
 pub mod formats;
 mod forward;
 pub mod operands;
-pub mod paced;
 pub mod pci;
 #[cfg(target_os = "linux")]
 pub mod shared_region;
@@ -36,7 +35,6 @@ pub use operands::{
     Activation, AttnBatch, AttnRows, Experts, GroupScore, HeadStrides, KvPiece, LatentRow, Mode, Routing, SWIGLU_ALPHA,
     SWIGLU_LIMIT, Scoring, WeightPart, WeightSource,
 };
-pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};
 #[cfg(target_os = "linux")]
 pub use shared_region::{DeviceUuid, PeerMemory, PeerRegion, RegionCopy, SharedRegion};

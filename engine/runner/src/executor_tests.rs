@@ -3,9 +3,10 @@
 use super::*;
 use crate::work::{PassError, RemotePart, RemoteWork, SampleSpec, SeqRows, Ship, ShipSegment, StepWork};
 use bytes::Bytes;
+use lagoon_backend::AttnRows;
 use lagoon_backend::cpu::CpuDevice;
-use lagoon_backend::{AttnRows, PaceProfile, Paced};
 use lagoon_model::{Checkpoint, Weights};
+use lagoon_pace::{PaceProfile, Paced};
 use lagoon_types::{DType, InstanceId, KvDType, KvRun, KvSpace, SamplingParams, SeqId, StepId};
 use std::path::Path;
 use std::sync::Arc;

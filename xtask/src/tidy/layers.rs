@@ -17,8 +17,8 @@ enum Floor {
     Tool,
 }
 
-/// `{types, view} <- {protocol, kv, text, backend} <- {cluster, transfer, model, grammar} <- runner <- {instance, quantize}`.
-const TIERS: [(&str, u8); 13] = [
+/// `{types, view} <- {protocol, kv, text, backend} <- {cluster, transfer, model, pace, grammar} <- runner <- {instance, quantize}`.
+const TIERS: [(&str, u8); 14] = [
     ("types", 0),
     ("view", 0),
     ("protocol", 1),
@@ -28,6 +28,7 @@ const TIERS: [(&str, u8); 13] = [
     ("cluster", 2),
     ("transfer", 2),
     ("model", 2),
+    ("pace", 2),
     ("grammar", 2),
     ("runner", 3),
     ("instance", 4),

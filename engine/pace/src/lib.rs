@@ -15,12 +15,11 @@
 
 #![allow(clippy::cast_precision_loss, reason = "times are estimates")]
 
-use crate::capabilities::{
-    LaunchCounters, Queued, RegionId, SampleRow, SampledRow, Sampling, SharedArenas, SharedRegions, VirtualMemory,
+use lagoon_backend::{
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, ExpertBuffers, Experts, HeadStrides, KvPiece, LatentRow,
+    LaunchCounters, Mode, Partials, Queued, RegionId, SampleRow, SampledRow, Sampling, SharedArenas, SharedRegions,
+    VirtualMemory, WeightSource,
 };
-use crate::device::{Device, DeviceInfo, ExpertBuffers, Partials};
-use crate::error::DeviceError;
-use crate::operands::{Activation, AttnBatch, Experts, HeadStrides, KvPiece, LatentRow, Mode, WeightSource};
 use lagoon_types::AttentionGeometry;
 use std::ops::Range;
 use std::sync::Arc;
@@ -307,7 +306,7 @@ impl<D: Device> SharedRegions for Paced<D> {
     type Kv = D::Kv;
 
     #[cfg(target_os = "linux")]
-    fn region(&mut self, bytes: usize) -> Result<crate::OwnRegion, DeviceError> {
+    fn region(&mut self, bytes: usize) -> Result<lagoon_backend::OwnRegion, DeviceError> {
         self.inner.shared_regions().ok_or_else(|| refused("shared regions"))?.region(bytes)
     }
 
@@ -345,7 +344,7 @@ impl<D: Device> Device for Paced<D> {
     type Weight = PacedWeight<D::Weight>;
     type Kv = D::Kv;
 
-    crate::forward!(inner: takes, tensor, kv, kv_shape, write);
+    lagoon_backend::forward!(inner: takes, tensor, kv, kv_shape, write);
 
     fn info(&self) -> DeviceInfo {
         let info = self.inner.info();
@@ -375,7 +374,7 @@ impl<D: Device> Device for Paced<D> {
     }
 
     // A profile has no rate for attention over another device's memory.
-    crate::without!(peer_access);
+    lagoon_backend::without!(peer_access);
 
     fn weight(&mut self, source: WeightSource) -> Result<Self::Weight, DeviceError> {
         let elements = source.rows() * source.cols;
@@ -643,9 +642,8 @@ impl<D: Device> Device for Paced<D> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::AttnRows;
-    use crate::cpu::CpuDevice;
     use bytes::Bytes;
+    use lagoon_backend::{AttnRows, CpuDevice};
     use lagoon_types::{DType, KvDType, KvRun, KvShape};
 
     fn profile() -> PaceProfile {
