@@ -1,5 +1,5 @@
-//! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the test command, and beside it the CUDA kernels' hash
-//! and budget, the rehearsal of the commands for a GPU, and a sample of clients from PyPI; then the demo.
+//! `cargo xtask ci`, called by .ci/run: cargo-deny and tint if installed, the test command, and beside it the rehearsal of the
+//! commands for a GPU and a sample of clients from PyPI; then the demo.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -11,33 +11,27 @@ use serde_json::Value;
 
 use crate::jobs::Job;
 use crate::times::Times;
-use crate::{clients, deny, kernels, test, wgsl, workspace};
+use crate::{clients, deny, test, wgsl, workspace};
 
 /// Time limit of the demo's answer, after the build, as the README promises.
 const DEMO_SECONDS_MAX: u64 = 60;
 
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let mut times = Times::default();
-    let mut checks = vec![
-        ("deny", times.of("deny", || good(deny::run(root)))),
-        ("wgsl", times.of("wgsl", || good(wgsl::run(root)))),
-    ];
+    let checks =
+        [("deny", times.of("deny", || good(deny::run(root)))), ("wgsl", times.of("wgsl", || good(wgsl::run(root))))];
     // Before the builds, which may write a new one.
     let program = std::env::current_exe().context("this program's path")?;
-    // One processor and the network are enough for these: they go on beside the builds.
-    let (kernels, tests) = std::thread::scope(|scope| {
-        let kernels = scope.spawn(|| good(kernels::run(root, kernels::Task::Check)));
+    // The network is enough for these: they are installed beside the builds.
+    let tests = std::thread::scope(|scope| {
         let packages = scope.spawn(|| clients::install(root, &clients::Options::sample()));
         let beside = || {
             // The clients' check installs missing packages again, and reports the error.
             let _reported_by_it = join(packages);
             [["gpu-rehearse"].as_slice(), &["clients", "--sample"]].map(|command| check(&program, command)).into()
         };
-        let tests = times.of("tests", || test::report(root, true, beside));
-        (join(kernels), tests)
-    });
-    let tests = tests?;
-    checks.push(("kernels", kernels));
+        times.of("tests", || test::report(root, true, beside))
+    })?;
     let demo = times.of("demo", || demo(root));
     match &demo {
         Ok(line) => println!("demo: ok: {line}"),

@@ -34,7 +34,7 @@ pub(crate) const GOLDENS: &str = "tests/goldens";
 pub(crate) const ARCHIVE: &str = "gpu-check.tar.xz";
 
 pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
-    let (archive, pack) = build_pack(root)?;
+    let (archive, pack) = build_pack(root, SMALL)?;
     println!("{}: {} KiB", archive.display(), fs::metadata(&archive)?.len() >> 10);
     println!("there: the commands of docs/gpu.md");
     if !here {
@@ -57,8 +57,12 @@ pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     Ok(status.success())
 }
 
-/// Builds the archive and its folder.
-pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
+/// Presets of xz: for an archive that is sent, and for one that is not.
+const SMALL: u8 = 6;
+pub(crate) const QUICK: u8 = 0;
+
+/// Builds the archive, compressed with a preset of xz, and its folder.
+pub(crate) fn build_pack(root: &Path, preset: u8) -> Result<(PathBuf, PathBuf)> {
     build(root)?;
     let target = workspace::target(root);
     let packs = target.join("gpu-pack");
@@ -80,7 +84,8 @@ pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
     let archive = folder.join(ARCHIVE);
     let mut tar = Command::new("tar");
     // A dictionary as large as both programs, which share most of their bytes: several threads would compress them apart.
-    tar.arg("-cJf").arg(&archive).arg("-C").arg(&packs).arg("gpu-check").env("XZ_OPT", "--lzma2=preset=6,dict=128MiB");
+    let xz = format!("--lzma2=preset={preset},dict=128MiB");
+    tar.arg("-cJf").arg(&archive).arg("-C").arg(&packs).arg("gpu-check").env("XZ_OPT", xz);
     ensure!(tar.status().context("run tar")?.success(), "tar failed (hint: apt-get install xz-utils)");
     let bytes = fs::metadata(&archive)?.len();
     // A report has some hundred KiB.

@@ -11,7 +11,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::gpu_check::{ARCHIVE, FOLDER, GOLDENS, SENT_BYTES_MAX, build_pack};
+use crate::gpu_check::{ARCHIVE, FOLDER, GOLDENS, QUICK, SENT_BYTES_MAX, build_pack};
 use crate::workspace;
 
 /// Begin of the commands in docs/gpu.md.
@@ -229,7 +229,7 @@ fn listed(pack: &Path) -> Result<(Vec<u64>, Vec<String>)> {
 /// report is complete.
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let steps = steps(&fs::read_to_string(root.join("docs/gpu.md")).context("read docs/gpu.md")?)?;
-    let (archive, pack) = build_pack(root)?;
+    let (archive, pack) = build_pack(root, QUICK)?;
     let (parts, sections) = listed(&pack)?;
     let page: Vec<u64> = steps.iter().map(|step| step.seconds).collect();
     ensure!(page == parts, "docs/gpu.md has commands of {page:?} s, the check's parts have {parts:?}");

@@ -79,7 +79,7 @@ enum Command {
     /// Run clients from PyPI (openai, LangChain, anthropic, lm-eval) against a pool whose requests borrow; pip installs them
     /// below the target folder on first use
     Clients(clients::Options),
-    /// What CI runs: `deny`, `wgsl`, `test` and beside it `kernels --check`, `gpu-rehearse` and `clients --sample`, then the demo
+    /// What CI runs: `deny`, `wgsl`, `test` and beside it `gpu-rehearse` and `clients --sample`, then the demo
     Ci,
 }
 

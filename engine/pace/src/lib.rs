@@ -13,6 +13,7 @@
 //! ratio of the modelled model to the real one. If the real arithmetic takes longer than the model, the device is
 //! late: [`Lateness`] counts that, and a benchmark with much of it is invalid.
 
+#![forbid(unsafe_code)]
 #![allow(clippy::cast_precision_loss, reason = "times are estimates")]
 
 use lagoon_backend::{

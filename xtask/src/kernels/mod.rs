@@ -4,11 +4,12 @@
 //! only on the sources, the flags (cuda/kernels/nvrtc.flags) and its release, so the committed fatbin can be compared
 //! by hash. Files in cuda/kernels:
 //!
-//! * kernels.lock has the hashes of the sources and of the fatbin;
+//! * kernels.lock has the hashes of the sources, of the rules below and of the fatbin, which was built from these and held against
+//!   those: a test compares them, so that CI needs no NVRTC;
 //! * budget.toml has the resource budget of each kernel on each architecture; no kernel may spill;
 //! * sass.toml has rules for the machine code: required instructions, and limits on their numbers.
 //!
-//! A kernel with serialized warpgroup products, or whose machine code breaks a rule, is never written.
+//! Kernels with serialized warpgroup products, or whose machine code breaks a rule or their budget, are never written.
 
 use std::path::{Path, PathBuf};
 
@@ -39,8 +40,11 @@ pub(crate) enum Task {
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Lock {
-    /// blake3 of the sources and flags, and of the fatbin built from them.
+    /// blake3 of the sources and flags.
     sources: String,
+    /// That of budget.toml and sass.toml.
+    rules: String,
+    /// That of the fatbin.
     fatbin: String,
 }
 
@@ -55,9 +59,10 @@ pub(crate) fn run(root: &Path, task: Task) -> Result<bool> {
     let dir = root.join(DIR);
     let sources = sources_hash(&dir)?;
     if task == Task::Check {
+        let lock = lock(&dir)?;
         ensure!(
-            lock(&dir)?.sources == sources,
-            "the kernels' sources are not those of the committed fatbin\nhint: cargo xtask kernels, and commit"
+            lock.sources == sources && lock.rules == rules_hash(&dir)?,
+            "the kernels' sources or rules are not those of the committed fatbin\nhint: cargo xtask kernels, and commit"
         );
     }
     let toolkit = toolkit::install()?;
@@ -76,18 +81,19 @@ pub(crate) fn run(root: &Path, task: Task) -> Result<bool> {
         }
         return Ok(budget::hold(&dir, &uses)? && same && good);
     }
-    if !good {
+    if good && task == Task::WriteBudget {
+        budget::write(&dir, &uses)?;
+    }
+    if !good || !budget::hold(&dir, &uses)? {
         println!("kernels: nothing is written");
         return Ok(false);
     }
     std::fs::write(dir.join("kernels.fatbin"), &fatbin).context("write the fatbin")?;
-    let lock = toml::to_string(&Lock { sources, fatbin: hash }).context("write the lock")?;
+    let lock = Lock { sources, rules: rules_hash(&dir)?, fatbin: hash };
+    let lock = toml::to_string(&lock).context("write the lock")?;
     std::fs::write(dir.join("kernels.lock"), lock).context("write the lock")?;
-    if task == Task::WriteBudget {
-        budget::write(&dir, &uses)?;
-    }
     println!("kernels: wrote kernels.fatbin and kernels.lock to {DIR}");
-    budget::hold(&dir, &uses)
+    Ok(true)
 }
 
 /// Compiles the kernels, and checks everything but their budget.
@@ -120,6 +126,16 @@ fn sources_hash(dir: &Path) -> Result<String> {
             }
         }
     }
+    hash(dir, files)
+}
+
+/// Hash of the rules that the machine code is held against.
+fn rules_hash(dir: &Path) -> Result<String> {
+    hash(dir, ["budget.toml", "sass.toml"].map(|name| dir.join(name)).into())
+}
+
+/// Hash of the names and contents of `files` in `dir`.
+fn hash(dir: &Path, mut files: Vec<PathBuf>) -> Result<String> {
     files.sort();
     let mut hash = blake3::Hasher::new();
     for path in files {
@@ -135,10 +151,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_lock_names_the_committed_sources_and_fatbin() {
+    fn the_lock_names_the_committed_sources_rules_and_fatbin() {
         let dir = crate::root().join(DIR);
         let fatbin = std::fs::read(dir.join("kernels.fatbin")).unwrap();
-        let found = Lock { sources: sources_hash(&dir).unwrap(), fatbin: blake3::hash(&fatbin).to_hex().to_string() };
+        let found = Lock {
+            sources: sources_hash(&dir).unwrap(),
+            rules: rules_hash(&dir).unwrap(),
+            fatbin: blake3::hash(&fatbin).to_hex().to_string(),
+        };
         assert_eq!(lock(&dir).unwrap(), found, "hint: cargo xtask kernels, and commit");
     }
 }

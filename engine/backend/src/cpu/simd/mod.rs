@@ -2,7 +2,8 @@
 //!
 //! A [`Kernel`] is written once over [`Simd`] and compiled once for each instruction set; [`Isa::run`] enters the
 //! copy whose features the processor has. Invariant: every function between `Isa::run` and an intrinsic is
-//! `#[inline(always)]`, so that intrinsics are inlined into code compiled with their features.
+//! `#[inline(always)]`, so that intrinsics are inlined into code compiled with their features. [`portable`] needs none: some of its
+//! operations are calls.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -52,9 +53,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// `a` where it is greater, else `b`: also where one of them is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// `a` where it is less, else `b`: also where one of them is NaN.
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
-    /// `a * b + c`.
+    /// `a * b + c`, rounded once where the instruction set has such an operation, else twice.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// To the nearest integer.
     unsafe fn round(a: Self::V) -> Self::V;

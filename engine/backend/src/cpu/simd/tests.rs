@@ -66,6 +66,12 @@ impl Kernel for Operations {
             check(S::div(va, vb), &|i| a[i] / b[i]);
             check(S::max(va, vb), &|i| a[i].max(b[i]));
             check(S::min(va, vb), &|i| a[i].min(b[i]));
+            let nan = S::splat(f32::NAN);
+            check(S::max(nan, vb), &|i| b[i]);
+            check(S::min(nan, vb), &|i| b[i]);
+            check(S::keep_greater(nan, vb, va), &|_| 0.0);
+            check(S::keep_greater(S::max(va, nan), va, va), &|_| 0.0);
+            check(S::keep_greater(va, S::min(va, nan), va), &|_| 0.0);
             check(S::fma(va, vb, S::splat(0.25)), &|i| a[i] * b[i] + 0.25);
             check(S::round(S::mul(va, S::splat(0.3))), &|i| (a[i] * 0.3).round_ties_even());
             check(S::pow2(S::round(va)), &|i| a[i].round_ties_even().exp2());
@@ -137,6 +143,20 @@ fn bytes<S: Simd>() {
                 assert_eq!(out[lane], (want + ints[lane]) as f32, "lane {lane}, wide {wide}");
             }
         }
+        let packed = S::load_bytes(codes.as_ptr());
+        let mut check = |bytes: S::B, want: &dyn Fn(u8) -> u8| {
+            for (v, of) in S::widen_bytes(bytes).into_iter().enumerate() {
+                S::store(out.as_mut_ptr(), of);
+                (0..n).for_each(|i| assert_eq!(out[i], f32::from(want(codes[v * n + i])), "byte {}", v * n + i));
+            }
+        };
+        for by in 0..=4 {
+            check(S::and(S::move_bits(packed, by, 0), 0xff << by), &|code| code << by);
+            check(S::and(S::move_bits(packed, -by, 0), 0xff >> by), &|code| code >> by);
+        }
+        check(S::or(S::and(packed, 0x0f), S::xor(S::and(packed, 0xf0), 0xa0)), &|code| code ^ 0xa0);
+        let table = std::array::from_fn(|i| u8::try_from(i * i).unwrap());
+        check(S::look_up(&table, S::and(packed, 15)), &|code| table[usize::from(code & 15)]);
         let scales: Vec<f32> = (0..16).map(|i| i as f32 + 0.5).collect();
         let vectors = [S::load(scales.as_ptr()), S::load(scales.as_ptr().add(16 - n))];
         for first in (0..8).step_by(n / 8) {
