@@ -85,7 +85,7 @@ pub(crate) fn run(root: &Path, task: Task) -> Result<bool> {
         budget::write(&dir, &uses)?;
     }
     if !good || !budget::hold(&dir, &uses)? {
-        println!("kernels: nothing is written");
+        println!("kernels: no fatbin is written");
         return Ok(false);
     }
     std::fs::write(dir.join("kernels.fatbin"), &fatbin).context("write the fatbin")?;
