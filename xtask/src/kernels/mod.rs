@@ -4,8 +4,8 @@
 //! only on the sources, the flags (cuda/kernels/nvrtc.flags) and its release, so the committed fatbin can be compared
 //! by hash. Files in cuda/kernels:
 //!
-//! * kernels.lock has the hashes of the sources, of the rules below and of the fatbin, which was built from these and held against
-//!   those: a test compares them, so that CI needs no NVRTC;
+//! * kernels.lock has three hashes: of the sources, of the fatbin that was built from them, and of the two files of rules that it was
+//!   checked with. A test compares them with the committed files, so that CI needs no NVRTC;
 //! * budget.toml has the resource budget of each kernel on each architecture; no kernel may spill;
 //! * sass.toml has rules for the machine code: required instructions, and limits on their numbers.
 //!
