@@ -6,6 +6,7 @@
 #undef blockDim
 #undef gridDim
 
+#include "products.h"
 #include "tensor_map.h"
 
 namespace shim {
@@ -17,14 +18,14 @@ constexpr uint32_t COUNT_MAX = (1u << 20) - 1;
 constexpr uint64_t BARRIER_MAGIC = 0x6d62617272696572;
 
 bool is_inside(uintptr_t address, size_t bytes) {
-    const uintptr_t shared = reinterpret_cast<uintptr_t>(block->shared);
-    return address >= shared && address + bytes <= shared + block->shared_bytes;
+    const uintptr_t shared = reinterpret_cast<uintptr_t>(block()->shared);
+    return address >= shared && address + bytes <= shared + block()->shared_bytes;
 }
 
 // The barrier at this address; none where it is not one, which is told.
 SharedBarrier* find(uintptr_t address) {
-    const auto found = block->barriers.find(address);
-    if (found == block->barriers.end()) {
+    const auto found = block()->barriers.find(address);
+    if (found == block()->barriers.end()) {
         report("a barrier that was not initialized");
         return nullptr;
     }
@@ -68,7 +69,7 @@ void read_chunk(const TensorMapModel& map, int64_t column, int64_t row, unsigned
 // Rows of a box follow each other by its width; under the swizzle the bits 7 to 9 of an address exchange its 16-byte chunks.
 void perform(const BulkCopy& copy) {
     const TensorMapModel& map = *static_cast<const TensorMapModel*>(copy.map);
-    const uintptr_t shared = reinterpret_cast<uintptr_t>(block->shared);
+    const uintptr_t shared = reinterpret_cast<uintptr_t>(block()->shared);
     const uint32_t width = map.box_columns * map.element_bytes;
     for (uint32_t row = 0; row < map.box_rows; row++) {
         for (uint32_t byte = 0; byte < width; byte += 16) {
@@ -76,8 +77,8 @@ void perform(const BulkCopy& copy) {
             read_chunk(map, copy.column + static_cast<int64_t>(byte / 2), static_cast<int64_t>(copy.row) + row, chunk);
             const uintptr_t plain = copy.to - shared + row * width + byte;
             const uintptr_t to = plain ^ (plain >> 3 & 0x70);
-            memcpy(block->shared + to, chunk, 16);
-            memcpy(block->async_view + to, chunk, 16);
+            memcpy(block()->shared + to, chunk, 16);
+            memcpy(block()->async_view + to, chunk, 16);
         }
     }
     SharedBarrier* barrier = find(copy.barrier);
@@ -87,61 +88,68 @@ void perform(const BulkCopy& copy) {
     complete(*barrier);
 }
 
-// The element at `row` and `column` of 8-row atoms of 128 bytes: rows along k of at most 64 columns, or, for `across`, columns
-// along the other side. The hardware exchanges 16-byte chunks by the address's own bits.
-uint16_t element(uint64_t descriptor, uint32_t other, uint32_t k, bool across) {
+// Eight elements of 8-row atoms of 128 bytes that lie together: along k from `k`, in rows of at most 64, or, for `across`, along the
+// other side from `other`. The hardware exchanges 16-byte chunks by the address's own bits.
+void read_eight(uint64_t descriptor, uint32_t other, uint32_t k, bool across, uint16_t* to) {
     const uint64_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
     const uint64_t stride = (descriptor >> 32 & 0x3fff) << 4;
     const uint64_t plain = across ? start + other / 64 * leading + k / 8 * stride + k % 8 * 128 + other % 64 * 2
                                   : start + other / 8 * stride + other % 8 * 128 + k * 2;
     const uint64_t address = plain ^ (plain >> 3 & 0x70);
-    uint16_t x = 0xffff;
-    if (address + 2 > block->shared_bytes) {
+    if (address + 16 > block()->shared_bytes) {
+        memset(to, 0xff, 16);
         report("a product beyond shared memory");
     } else {
-        memcpy(&x, block->async_view + address, sizeof x);
+        memcpy(to, block()->async_view + address, 16);
     }
-    return x;
 }
 
 // The 16 rows of a warp, by its number in its warpgroup.
 void multiply_rows(const Product& product, uint32_t warp) {
     const Factors& factors = product.factors;
     const bool registers = product.registers[0] != nullptr;
-    static thread_local float a[16][16], b[16][256];
-    for (uint32_t row = 0; row < 16; row++) {
-        for (uint32_t k = 0; k < 16; k++) {
-            if (registers) {
-                // Rows g and g + 8; columns 2 t, 2 t + 8 and the ones after.
-                const uint32_t lane = row % 8 * 4 + k % 8 / 2, i = row / 8 + k / 8 * 2;
-                const uint32_t word = product.registers[lane][i];
-                a[row][k] = product.widen(static_cast<uint16_t>(k % 2 ? word >> 16 : word));
-            } else {
-                a[row][k] = product.widen(element(factors.a, warp * 16 + row, k, false));
+    static thread_local uint16_t a_halves[16][16], b_halves[16][256];
+    static thread_local float a[16][16], b[16][256], d[16][256];
+    if (registers) {
+        for (uint32_t lane = 0; lane < 32; lane++) {
+            // Rows g and g + 8; columns 2 t, 2 t + 8 and the ones after.
+            for (uint32_t i = 0; i < 4; i++) {
+                memcpy(&a_halves[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8], &product.registers[lane][i], 4);
             }
         }
+    } else {
+        for (uint32_t row = 0; row < 16; row++) {
+            for (uint32_t k = 0; k < 16; k += 8) read_eight(factors.a, warp * 16 + row, k, false, &a_halves[row][k]);
+        }
     }
-    for (uint32_t k = 0; k < 16; k++) {
-        for (uint32_t column = 0; column < factors.n; column++) {
+    product.widen(a[0], a_halves[0], 16 * 16);
+    for (uint32_t column = 0; column < factors.n; column += registers ? 8 : 1) {
+        if (registers) {
             // Values, which meet weights from registers, lie across.
-            b[k][column] = product.widen(element(factors.b, column, k, registers));
+            for (uint32_t k = 0; k < 16; k++) read_eight(factors.b, column, k, true, &b_halves[k][column]);
+        } else {
+            uint16_t of_column[16];
+            for (uint32_t k = 0; k < 16; k += 8) read_eight(factors.b, column, k, false, &of_column[k]);
+            for (uint32_t k = 0; k < 16; k++) b_halves[k][column] = of_column[k];
         }
     }
-    for (uint32_t lane = 0; lane < 32; lane++) {
-        float* d = product.d[lane];
-        const uint32_t g = lane / 4, t = lane % 4;
-        for (uint32_t i = 0; i < factors.n / 2; i++) {
-            const uint32_t row = g + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
-            float sum = factors.add ? d[i] : 0;
-            for (uint32_t k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
-            d[i] = sum;
+    for (uint32_t k = 0; k < 16; k++) product.widen(b[k], b_halves[k], factors.n);
+    const auto for_each = [&](auto work) {
+        for (uint32_t lane = 0; lane < 32; lane++) {
+            for (uint32_t i = 0; i < factors.n / 2; i += 2) {
+                work(product.d[lane][i], d[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2]);
+                work(product.d[lane][i + 1], d[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + 1]);
+            }
         }
-    }
+    };
+    for_each([&](const float& of_lane, float& of_row) { of_row = factors.add ? of_lane : 0; });
+    add_product(d, a, b, factors.n);
+    for_each([](float& of_lane, const float& of_row) { of_lane = of_row; });
 }
 
 // The first product of a warp that is in flight, if that is of a group before `until`.
 bool finish_product(uint32_t warp, uint32_t until) {
-    std::deque<Product>& products = block->warps[warp].products;
+    std::deque<Product>& products = block()->warps[warp].products;
     if (products.empty() || products.front().factors.group >= until) return false;
     multiply_rows(products.front(), warp % 4);
     products.pop_front();
@@ -153,8 +161,8 @@ bool finish_product(uint32_t warp, uint32_t until) {
 void init_barrier(uintptr_t address, uint32_t arrivals) {
     if (address % 8 != 0 || !is_inside(address, 8)) fail("a barrier that is not aligned to 8 bytes of shared memory");
     if (arrivals == 0 || arrivals > COUNT_MAX) fail("a barrier of no arrivals, or of too many");
-    if (block->barriers.count(address) != 0) fail("a barrier is initialized again");
-    SharedBarrier& barrier = block->barriers[address];
+    if (block()->barriers.count(address) != 0) fail("a barrier is initialized again");
+    SharedBarrier& barrier = block()->barriers[address];
     barrier.expected = barrier.pending = arrivals;
     barrier.phase.what = "a barrier in shared memory";
     const uint64_t word = BARRIER_MAGIC ^ address;
@@ -197,76 +205,76 @@ void start_copy(uintptr_t to, const void* map, int32_t column, int32_t row, uint
     if (!is_inside(to, bytes)) fail("a box beyond shared memory");
     barrier_at(barrier);
     const BulkCopy copy = {to, map, column, row, barrier};
-    if (block->eager_copies) {
+    if (block()->eager_copies) {
         perform(copy);
         if (has_failed()) stop();
     } else {
-        block->bulk.push_back(copy);
+        block()->bulk.push_back(copy);
     }
 }
 
 bool finish_copy(size_t which) {
-    if (which >= block->bulk.size()) return false;
-    const BulkCopy copy = block->bulk[which];
-    block->bulk.erase(block->bulk.begin() + static_cast<std::ptrdiff_t>(which));
+    if (which >= block()->bulk.size()) return false;
+    const BulkCopy copy = block()->bulk[which];
+    block()->bulk.erase(block()->bulk.begin() + static_cast<std::ptrdiff_t>(which));
     perform(copy);
     return true;
 }
 
 void fence_async() {
-    Warp& warp = block->warps[self->warp];
-    if (++warp.fences % 32 == 0) memcpy(block->async_view, block->shared, block->shared_bytes);
+    Warp& warp = block()->warps[self()->warp];
+    if (++warp.fences % 32 == 0) memcpy(block()->async_view, block()->shared, block()->shared_bytes);
 }
 
 void keep_registers(uint32_t n) {
-    Warpgroup& group = block->warpgroups[self->warp / 4];
+    Warpgroup& group = block()->warpgroups[self()->warp / 4];
     meet_at(group.barrier, 128, "setmaxnreg.dec", nullptr, nullptr);
-    if (self->thread.x % 128 != 0) return;
+    if (self()->thread.x % 128 != 0) return;
     if (n > group.registers) fail("a warpgroup keeps more registers than it has");
-    block->registers_free += (group.registers - n) * 128;
+    block()->registers_free += (group.registers - n) * 128;
     group.registers = n;
-    release(block->registers);
+    release(block()->registers);
 }
 
 void take_registers(uint32_t n) {
-    Warpgroup& group = block->warpgroups[self->warp / 4];
+    Warpgroup& group = block()->warpgroups[self()->warp / 4];
     meet_at(group.barrier, 128, "setmaxnreg.inc", nullptr, nullptr);
     if (n < group.registers) fail("a warpgroup takes fewer registers than it has");
-    block->registers.what = "setmaxnreg.inc";
+    block()->registers.what = "setmaxnreg.inc";
     while (group.registers < n) {
         const uint32_t more = (n - group.registers) * 128;
-        if (block->registers_free >= more) {
-            block->registers_free -= more;
+        if (block()->registers_free >= more) {
+            block()->registers_free -= more;
             group.registers = n;
         } else {
-            wait_at(block->registers);
+            wait_at(block()->registers);
         }
     }
 }
 
-void start_product(Factors factors, float* d, const uint32_t* registers, float (*widen)(uint16_t)) {
-    if (!self->fenced) fail("a product without a fence since the last wait");
+void start_product(Factors factors, float* d, const uint32_t* registers, Widen widen) {
+    if (!self()->fenced) fail("a product without a fence since the last wait");
     for (const uint64_t descriptor : {factors.a, factors.b}) {
         if (descriptor != 0 && descriptor >> 62 != 1) fail("a descriptor without the 128-byte swizzle");
     }
-    factors.group = self->commits;
-    self->issued = self->commits + 1;
-    Warp& warp = block->warps[self->warp];
+    factors.group = self()->commits;
+    self()->issued = self()->commits + 1;
+    Warp& warp = block()->warps[self()->warp];
     // Warps of a warpgroup need not be there at one time, but multiply the same.
     if (warp.barrier.arrived == 0) warp.next.factors = factors;
-    std::vector<Factors>& history = block->warpgroups[self->warp / 4].history;
+    std::vector<Factors>& history = block()->warpgroups[self()->warp / 4].history;
     if (history.size() == warp.issued) history.push_back(factors);
     if (!(factors == history[warp.issued]) || !(factors == warp.next.factors)) fail("a warpgroup's threads disagree");
     warp.next.widen = widen;
-    warp.next.d[self->lane] = d;
-    warp.next.registers[self->lane] = registers;
+    warp.next.d[self()->lane] = d;
+    warp.next.registers[self()->lane] = registers;
     const auto last = [](void* context) {
         Warp& warp = *static_cast<Warp*>(context);
         warp.products.push_back(warp.next);
         warp.issued++;
     };
     meet_at(warp.barrier, 32, "wgmma", last, &warp);
-    if (block->eager_copies) finish_product(self->warp);
+    if (block()->eager_copies) finish_product(self()->warp);
 }
 
 bool finish_product(uint32_t warp) { return finish_product(warp, ~0u); }
@@ -274,19 +282,19 @@ bool finish_product(uint32_t warp) { return finish_product(warp, ~0u); }
 void finish_products(uint32_t but) {
     // The warp's instruction: none goes on before all are there.
     together("wgmma.wait_group", Slot{}, [](Slot*) {});
-    while (self->commits > but && finish_product(self->warp, self->commits - but)) {
+    while (self()->commits > but && finish_product(self()->warp, self()->commits - but)) {
     }
-    self->waited = std::max(self->waited, self->commits - std::min(self->commits, but));
-    self->fenced = false;
+    self()->waited = std::max(self()->waited, self()->commits - std::min(self()->commits, but));
+    self()->fenced = false;
     if (has_failed()) stop();
 }
 
 void finish_block() {
-    if (!block->bulk.empty()) report("a block ends while its copies are in flight");
-    for (uint32_t warp = 0; warp < block->warps.size(); warp++) {
-        if (block->warps[warp].issued != block->warpgroups[warp / 4].history.size()) report("a warpgroup's threads disagree");
+    if (!block()->bulk.empty()) report("a block ends while its copies are in flight");
+    for (uint32_t warp = 0; warp < block()->warps.size(); warp++) {
+        if (block()->warps[warp].issued != block()->warpgroups[warp / 4].history.size()) report("a warpgroup's threads disagree");
     }
-    for (const auto& [address, barrier] : block->barriers) {
+    for (const auto& [address, barrier] : block()->barriers) {
         if (barrier.bytes != 0) report("a block ends while a barrier expects bytes");
     }
 }

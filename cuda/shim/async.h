@@ -18,8 +18,8 @@ inline void copy_box(SharedAddress to, const void* map, int32_t column, int32_t 
 }
 
 inline void fence_shared_for_async() { shim::fence_async(); }
-inline void warpgroup_fence() { shim::self->fenced = true; }
-inline void warpgroup_commit() { shim::self->commits++; }
+inline void warpgroup_fence() { shim::self()->fenced = true; }
+inline void warpgroup_commit() { shim::self()->commits++; }
 template <int N>
 void warpgroup_wait() {
     shim::finish_products(N);
@@ -40,16 +40,16 @@ inline void compute_before_wait(float) {}
 
 inline uint64_t describe(SharedAddress start, uint32_t leading, uint32_t stride) {
     // An offset in shared memory, which starts at a multiple of 1024.
-    const uint64_t offset = start - reinterpret_cast<uintptr_t>(shim::block->shared);
+    const uint64_t offset = start - reinterpret_cast<uintptr_t>(shim::block()->shared);
     return (offset >> 4 & 0x3fff) | static_cast<uint64_t>(leading >> 4 & 0x3fff) << 16 |
            static_cast<uint64_t>(stride >> 4 & 0x3fff) << 32 | 1ull << 62;
 }
 
 template <typename T, int N>
 void wgmma_shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
-    shim::start_product({a, b, add, N}, d, nullptr, [](uint16_t x) { return widen(T{x}); });
+    shim::start_product({a, b, add, N}, d, nullptr, widen_all<T>);
 }
 template <typename T, int N>
 void wgmma_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
-    shim::start_product({0, b, add, N}, d, a, [](uint16_t x) { return widen(T{x}); });
+    shim::start_product({0, b, add, N}, d, a, widen_all<T>);
 }

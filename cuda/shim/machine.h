@@ -14,7 +14,7 @@
 #include <vector>
 
 #define DEVICE inline
-#define DYNAMIC_SHARED(NAME) unsigned char* NAME = shim::block->shared
+#define DYNAMIC_SHARED(NAME) unsigned char* NAME = shim::block()->shared
 #ifdef __SANITIZE_ADDRESS__
 // The sanitizer watches plain statics only; launches are serial there.
 #define SHARED static
@@ -36,10 +36,10 @@
     }                                                    \
     static void NAME##_after_wait(const PARAMS& p)
 
-#define threadIdx (shim::self->thread)
-#define blockIdx (shim::block->index)
-#define blockDim (shim::block->threads)
-#define gridDim (shim::block->grid)
+#define threadIdx (shim::self()->thread)
+#define blockIdx (shim::block()->index)
+#define blockDim (shim::block()->threads)
+#define gridDim (shim::block()->grid)
 
 struct uint4 {
     uint32_t x, y, z, w;
@@ -74,7 +74,10 @@ struct Barrier {
     std::vector<uint16_t> waiting;
 };
 
+struct Block;
+
 struct Lane {
+    Block* block = nullptr;
     Dim thread;
     uint32_t warp = 0, lane = 0;
     void* stack_pointer = nullptr;
@@ -108,10 +111,13 @@ struct Factors {
     }
 };
 
+// Widens `n` halves.
+typedef void (*Widen)(float* to, const uint16_t* from, uint32_t n);
+
 // A warp's 16 rows of a product that has not happened yet; by lane.
 struct Product {
     Factors factors;
-    float (*widen)(uint16_t) = nullptr;
+    Widen widen = nullptr;
     float* d[32] = {};
     const uint32_t* registers[32] = {};
 };
@@ -170,10 +176,23 @@ struct Block {
     Barrier registers;
     // Copies happen as they are issued, or as late as they may.
     bool eager_copies = false;
+    // How lanes take turns, and the state of that which is random.
+    int order = 0;
+    uint64_t random_state = 1;
+    bool failed = false;
+    void* scheduler = nullptr;
 };
 
-extern thread_local Lane* self;
-extern thread_local Block* block;
+// A lane's stack, or the scheduler's: its address is a multiple of its size, and at its top it names the lane. So a lane is found without
+// thread-local state, which in a library that is loaded late costs a call at every instruction. Tops have colours: at equal places they
+// would all map to the same sets of a cache.
+constexpr size_t STACK_BYTES = 256 << 10;
+constexpr size_t STACK_COLORS = 128, STACK_COLOR_BYTES = 7 * 64;
+inline Lane** top_of(uintptr_t stack) {
+    return reinterpret_cast<Lane**>(stack + STACK_BYTES - 64 - stack / STACK_BYTES % STACK_COLORS * STACK_COLOR_BYTES);
+}
+inline Lane* self() { return *top_of(reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) & ~(STACK_BYTES - 1)); }
+inline Block* block() { return self()->block; }
 
 struct Registration {
     Registration(const char* name, uint32_t threads, size_t params_bytes, void (*body)(const void*));
@@ -197,9 +216,9 @@ void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(vo
 // A warp's instruction: every lane brings a slot, the last one's `work(slots)` changes them, every lane takes its own.
 template <typename Work>
 Slot together(const char* what, const Slot& mine, Work work) {
-    Warp& warp = block->warps[self->warp];
+    Warp& warp = block()->warps[self()->warp];
     Slot* slots = warp.slots[warp.barrier.generation % 2];
-    slots[self->lane] = mine;
+    slots[self()->lane] = mine;
     struct Context {
         Work& work;
         Slot* slots;
@@ -209,7 +228,7 @@ Slot together(const char* what, const Slot& mine, Work work) {
         c.work(c.slots);
     };
     meet_at(warp.barrier, 32, what, last, &context);
-    return slots[self->lane];
+    return slots[self()->lane];
 }
 
 template <typename T, typename From>
@@ -220,7 +239,12 @@ T bits(From from) {
     return to;
 }
 
-float f16_to_f32(uint16_t bits);
+// Without branches, so that a compiler makes vectors of it: the exponent's bias is a factor, which is exact for subnormals, too.
+inline float f16_to_f32(uint16_t x) {
+    const float magnitude = bits<float>(static_cast<uint32_t>(x & 0x7fff) << 13) * 0x1p112f;
+    const uint32_t special = (x & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;
+    return bits<float>(bits<uint32_t>(magnitude) | special | static_cast<uint32_t>(x & 0x8000) << 16);
+}
 uint16_t f32_to_f16(float x);
 inline float bf16_to_f32(uint16_t x) { return bits<float>(static_cast<uint32_t>(x) << 16); }
 inline uint16_t f32_to_bf16(float x) {
@@ -229,7 +253,7 @@ inline uint16_t f32_to_bf16(float x) {
     return static_cast<uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-void multiply(Slot* slots, float (*widen)(uint16_t));
+void multiply(Slot* slots, Widen widen);
 void load_matrices(Slot* slots, bool transposed);
 
 // See async.h.
@@ -242,7 +266,7 @@ void start_copy(uintptr_t to, const void* map, int32_t column, int32_t row, uint
 void fence_async();
 void keep_registers(uint32_t n);
 void take_registers(uint32_t n);
-void start_product(Factors factors, float* d, const uint32_t* registers, float (*widen)(uint16_t));
+void start_product(Factors factors, float* d, const uint32_t* registers, Widen widen);
 // Waits until at most `but` of this thread's groups are in progress.
 void finish_products(uint32_t but);
 // Whether there was such a copy in flight, or a product of that warp; it happens now.
@@ -267,6 +291,11 @@ inline uint32_t as_bits(float from) { return shim::bits<uint32_t>(from); }
 inline float widen(float x) { return x; }
 inline float widen(f16 x) { return shim::f16_to_f32(x.bits); }
 inline float widen(bf16 x) { return shim::bf16_to_f32(x.bits); }
+
+template <typename T>
+void widen_all(float* to, const uint16_t* from, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) to[i] = widen(T{from[i]});
+}
 
 template <typename T>
 T narrow(float x);
@@ -316,7 +345,7 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     }
     mine.words[4] = b0 | static_cast<uint64_t>(b1) << 32;
     const shim::Slot slot = shim::together("mma", mine, [](shim::Slot* slots) {
-        shim::multiply(slots, [](uint16_t x) { return widen(T{x}); });
+        shim::multiply(slots, widen_all<T>);
     });
     for (int i = 0; i < 4; i++) d[i] = shim::bits<float>(static_cast<uint32_t>(slot.words[2 + i / 2] >> 32 * (i % 2)));
 }
@@ -348,19 +377,19 @@ inline void copy_async(SharedAddress to, const void* from, uint32_t bytes) {
     // An address is translated also where nothing is copied from it.
     static_cast<void>(*static_cast<const volatile unsigned char*>(from));
     const shim::Copy copy = {to, from, bytes};
-    if (shim::block->eager_copies) {
+    if (shim::block()->eager_copies) {
         shim::perform(copy);
     } else {
-        shim::self->open.push_back(copy);
+        shim::self()->open.push_back(copy);
     }
 }
 inline void copy_commit() {
-    shim::self->groups.push_back(std::move(shim::self->open));
-    shim::self->open.clear();
+    shim::self()->groups.push_back(std::move(shim::self()->open));
+    shim::self()->open.clear();
 }
 template <int N>
 void copy_wait() {
-    auto& groups = shim::self->groups;
+    auto& groups = shim::self()->groups;
     while (groups.size() > N) {
         for (const shim::Copy& copy : groups.front()) shim::perform(copy);
         groups.erase(groups.begin());
@@ -374,11 +403,11 @@ inline uint32_t pinned(uint32_t x) { return x; }
 inline uint64_t pinned(uint64_t x) { return x; }
 
 inline void sync_block() {
-    shim::meet_at(shim::block->barrier, shim::block->threads.x, "sync_block", nullptr, nullptr);
+    shim::meet_at(shim::block()->barrier, shim::block()->threads.x, "sync_block", nullptr, nullptr);
 }
 inline void sync_warps(uint32_t barrier, uint32_t threads) {
     if (barrier < 1 || barrier > 15 || threads % 32 != 0) shim::fail("a barrier of some warps that does not exist");
-    shim::meet_at(shim::block->some[barrier], threads, "sync_warps", nullptr, nullptr);
+    shim::meet_at(shim::block()->some[barrier], threads, "sync_warps", nullptr, nullptr);
 }
 inline void sync_warp() {
     shim::together("sync_warp", shim::Slot{}, [](shim::Slot*) {});

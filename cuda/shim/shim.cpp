@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "machine.h"
+#include "products.h"
 #include "tensor_map.h"
 
 #undef threadIdx
@@ -26,9 +27,6 @@
 #endif
 
 namespace shim {
-
-thread_local Lane* self;
-thread_local Block* block;
 
 namespace {
 
@@ -46,42 +44,55 @@ std::map<std::string, Kernel>& kernels() {
 // How lanes take turns.
 enum Order { ROUND_ROBIN = 0, WARPS_AHEAD = 1, WARPS_AHEAD_REVERSED = 2, RANDOM = 3 };
 
-thread_local int order = ROUND_ROBIN;
-thread_local uint64_t random_state = 1;
-thread_local std::string error;
-thread_local bool failed;
-thread_local void* scheduler;
+thread_local int order_of_next = ROUND_ROBIN;
+thread_local uint64_t random_of_next = 1;
+thread_local void* caller;
 thread_local const Kernel* running;
 thread_local const void* running_params;
+thread_local std::string error;
 // What happens before the first thread of a launch has waited for the grids before it.
 thread_local void (*before_wait)(void*);
 thread_local void* before_wait_context;
 
 uint32_t random_below(uint32_t n) {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return static_cast<uint32_t>(random_state >> 33) % n;
+    uint64_t& state = block()->random_state;
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return static_cast<uint32_t>(state >> 33) % n;
 }
-
-constexpr size_t STACK_BYTES = 256 << 10;
-// Stack colouring: stacks are aligned, so that equal depths would map to the same sets of a cache.
-constexpr uint32_t STACK_COLORS = 128, STACK_COLOR_BYTES = 7 * 64;
 
 // Stacks of one thread's fibers, each above a page that faults.
 struct Stacks {
+    static constexpr size_t CHUNK = 128;
+    std::vector<void*> chunks;
     std::vector<unsigned char*> all;
     unsigned char* get(size_t i) {
         while (all.size() <= i) {
-            void* memory = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-            if (memory == MAP_FAILED) return nullptr;
-            mprotect(memory, static_cast<size_t>(getpagesize()), PROT_NONE);
-            all.push_back(static_cast<unsigned char*>(memory));
+            if (all.size() % CHUNK == 0) {
+                void* memory = mmap(nullptr, (CHUNK + 1) * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+                if (memory == MAP_FAILED) return nullptr;
+                chunks.push_back(memory);
+            }
+            const uintptr_t first = (reinterpret_cast<uintptr_t>(chunks.back()) + STACK_BYTES - 1) / STACK_BYTES * STACK_BYTES;
+            all.push_back(reinterpret_cast<unsigned char*>(first + all.size() % CHUNK * STACK_BYTES));
+            mprotect(all.back(), static_cast<size_t>(getpagesize()), PROT_NONE);
+            unpoison(all.back());
         }
         return all[i];
     }
+    // Functions unpoison their frames as they return, which those of fibers that were stopped do not.
+    void unpoison_all() const {
+        for (unsigned char* stack : all) unpoison(stack);
+    }
+    static void unpoison([[maybe_unused]] unsigned char* stack) {
+#ifdef __SANITIZE_ADDRESS__
+        const size_t guard = static_cast<size_t>(getpagesize());
+        ASAN_UNPOISON_MEMORY_REGION(stack + guard, STACK_BYTES - guard);
+#endif
+    }
     ~Stacks() {
-        for (unsigned char* stack : all) munmap(stack, STACK_BYTES);
+        for (void* chunk : chunks) munmap(chunk, (CHUNK + 1) * STACK_BYTES);
     }
 };
 thread_local Stacks stacks;
@@ -121,9 +132,9 @@ lagoon_shim_switch:
 .size lagoon_shim_switch, . - lagoon_shim_switch
 )");
 
-static void* prepare(unsigned char* stack, size_t bytes, void (*entry)()) {
+static void* prepare(void*, void* end, void (*entry)()) {
     // Six registers and the address to return to; at the entry the stack is as after a call.
-    void** top = reinterpret_cast<void**>(stack + bytes) - 2;
+    void** top = static_cast<void**>(end) - 2;
     top[0] = reinterpret_cast<void*>(entry);
     top[1] = nullptr;
     for (int i = 1; i <= 6; i++) top[-i] = nullptr;
@@ -137,12 +148,12 @@ static void lagoon_shim_switch(void** from, void* to) {
     *from = &here;
     swapcontext(&here, static_cast<ucontext_t*>(to));
 }
-static void* prepare(unsigned char* stack, size_t bytes, void (*entry)()) {
+static void* prepare(void* stack, void* end, void (*entry)()) {
     // The context lies at the top of its own stack.
-    ucontext_t* context = reinterpret_cast<ucontext_t*>(stack + bytes - sizeof(ucontext_t) - 64);
+    ucontext_t* context = reinterpret_cast<ucontext_t*>((reinterpret_cast<uintptr_t>(end) - sizeof(ucontext_t)) / 64 * 64);
     getcontext(context);
     context->uc_stack.ss_sp = stack;
-    context->uc_stack.ss_size = bytes - sizeof(ucontext_t) - 128;
+    context->uc_stack.ss_size = reinterpret_cast<uintptr_t>(context) - reinterpret_cast<uintptr_t>(stack) - 64;
     context->uc_link = nullptr;
     makecontext(context, entry, 0);
     return context;
@@ -153,17 +164,20 @@ namespace shim {
 
 namespace {
 
-void yield() { lagoon_shim_switch(&self->stack_pointer, scheduler); }
+void yield() {
+    Lane* lane = self();
+    lagoon_shim_switch(&lane->stack_pointer, lane->block->scheduler);
+}
 
 void fiber() {
     running->body(running_params);
-    self->done = true;
-    block->warps[self->warp].ready &= ~(1u << self->lane);
-    for (const auto& group : self->groups) {
+    self()->done = true;
+    block()->warps[self()->warp].ready &= ~(1u << self()->lane);
+    for (const auto& group : self()->groups) {
         if (!group.empty()) fail("a thread ends while its copies are in flight");
     }
-    if (self->issued > self->waited) fail("a thread ends while its products are in flight");
-    if (!self->waited_for_grids) fail("a thread ends that has not waited for the grids before");
+    if (self()->issued > self()->waited) fail("a thread ends while its products are in flight");
+    if (!self()->waited_for_grids) fail("a thread ends that has not waited for the grids before");
     yield();
     __builtin_unreachable();
 }
@@ -173,17 +187,18 @@ void run_lane(Lane& lane) {
         lane.pauses--;
         return;
     }
-    self = &lane;
-    lagoon_shim_switch(&scheduler, lane.stack_pointer);
+    lagoon_shim_switch(&lane.block->scheduler, lane.stack_pointer);
 }
 
 // Gives each ready lane of a warp one turn, also a lane that an earlier one releases in this pass.
 bool run_warp(std::vector<Lane>& lanes, uint32_t index) {
-    const uint32_t& ready = block->warps[index].ready;
+    const Block& of = *block();
+    const int order = of.order;
+    const uint32_t& ready = of.warps[index].ready;
     const uint32_t start = order == RANDOM ? random_below(32) : 0;
     const bool reversed = order == WARPS_AHEAD_REVERSED;
     bool progress = false;
-    for (uint32_t i = 0; i < 32 && !failed; i++) {
+    for (uint32_t i = 0; i < 32 && !of.failed; i++) {
         const uint32_t from_start = start ? ready >> start | ready << (32 - start) : ready;
         const uint32_t left = reversed ? ready << i : from_start >> i;
         if (left == 0) break;
@@ -195,6 +210,7 @@ bool run_warp(std::vector<Lane>& lanes, uint32_t index) {
 }
 
 bool run_warps(std::vector<Lane>& lanes, uint32_t warps) {
+    const int order = block()->order;
     bool progress = false;
     const uint32_t start = order == RANDOM ? random_below(warps) : 0;
     for (uint32_t i = 0; i < warps; i++) {
@@ -211,13 +227,15 @@ bool run_warps(std::vector<Lane>& lanes, uint32_t warps) {
 
 // The copy engine does something: the first copy, the last or any.
 bool run_copy() {
-    const size_t count = block->bulk.size();
+    const size_t count = block()->bulk.size();
     if (count == 0) return false;
+    const int order = block()->order;
     return finish_copy(order == WARPS_AHEAD_REVERSED ? count - 1 : order == RANDOM ? random_below(static_cast<uint32_t>(count)) : 0);
 }
 
 void run_block(uint32_t threads) {
     static thread_local std::vector<Lane> lanes;
+    Block* const block = shim::block();
     lanes.assign(threads, Lane());
     block->warps.assign(threads / 32, Warp());
     block->warpgroups.assign((threads + 127) / 128, Warpgroup());
@@ -230,40 +248,53 @@ void run_block(uint32_t threads) {
     block->barriers.clear();
     block->bulk.clear();
     for (uint32_t i = 0; i < threads; i++) {
-        unsigned char* stack = stacks.get(i);
-        if (!stack) {
-            failed = true;
-            error = "no memory for a fiber's stack";
-            return;
-        }
-#ifdef __SANITIZE_ADDRESS__
-        ASAN_UNPOISON_MEMORY_REGION(stack + getpagesize(), STACK_BYTES - static_cast<size_t>(getpagesize()));
-#endif
+        unsigned char* stack = stacks.get(1 + i);
+        if (!stack) return report("no memory for a fiber's stack");
+        lanes[i].block = block;
         lanes[i].thread.x = i;
         lanes[i].warp = i / 32;
         lanes[i].lane = i % 32;
-        lanes[i].stack_pointer = prepare(stack, STACK_BYTES - i % STACK_COLORS * STACK_COLOR_BYTES, fiber);
+        Lane** top = top_of(reinterpret_cast<uintptr_t>(stack));
+        *top = &lanes[i];
+        lanes[i].stack_pointer = prepare(stack, top, fiber);
     }
     const auto waits = [](const Lane& lane) { return !lane.done; };
-    while (!failed && (run_warps(lanes, threads / 32) || (std::any_of(lanes.begin(), lanes.end(), waits) && run_copy()))) {
-        if (order == RANDOM && random_below(4) == 0) run_copy();
-        if (order == RANDOM && random_below(4) == 0) finish_product(random_below(threads / 32));
+    while (!block->failed && (run_warps(lanes, threads / 32) || (std::any_of(lanes.begin(), lanes.end(), waits) && run_copy()))) {
+        if (block->order == RANDOM && random_below(4) == 0) run_copy();
+        if (block->order == RANDOM && random_below(4) == 0) finish_product(random_below(threads / 32));
     }
-    if (failed) return;
+    if (block->failed) return;
     for (const Lane& lane : lanes) {
-        if (lane.done) continue;
-        failed = true;
-        error = std::string("deadlock: some threads wait for ever at ") + lane.waits_at->what;
-        return;
+        if (!lane.done) return report((std::string("deadlock: some threads wait for ever at ") + lane.waits_at->what).c_str());
     }
     finish_block();
+}
+
+// A launch's blocks, on a stack of its own.
+void run_blocks() {
+    Block& block = *shim::block();
+    const auto [width, height, depth] = block.grid;
+    for (uint32_t z = 0; z < depth && !block.failed; z++) {
+        for (uint32_t y = 0; y < height && !block.failed; y++) {
+            for (uint32_t x = 0; x < width && !block.failed; x++) {
+                block.index = {x, y, z};
+                // NaN in every type: what is read before it is written shows.
+                memset(block.shared, 0xff, block.shared_bytes);
+                memset(block.async_view, 0xff, block.shared_bytes);
+                run_block(block.threads.x);
+            }
+        }
+    }
+    lagoon_shim_switch(&block.scheduler, caller);
+    __builtin_unreachable();
 }
 
 }  // namespace
 
 void report(const char* what) {
-    if (!failed) error = what;
-    failed = true;
+    Block& of = *block();
+    if (!of.failed) error = what;
+    of.failed = true;
 }
 
 void stop() {
@@ -276,10 +307,10 @@ void fail(const char* what) {
     stop();
 }
 
-bool has_failed() { return failed; }
+bool has_failed() { return block()->failed; }
 
 void wait_for_grids() {
-    self->waited_for_grids = true;
+    self()->waited_for_grids = true;
     if (before_wait == nullptr) return;
     // On another thread, whose state is its own: it is a launch.
     std::thread(std::exchange(before_wait, nullptr), before_wait_context).join();
@@ -287,20 +318,20 @@ void wait_for_grids() {
 
 void release(Barrier& barrier) {
     barrier.generation++;
-    for (uint16_t thread : barrier.waiting) block->warps[thread / 32].ready |= 1u << thread % 32;
+    for (uint16_t thread : barrier.waiting) block()->warps[thread / 32].ready |= 1u << thread % 32;
     barrier.waiting.clear();
 }
 
 void wait_at(Barrier& barrier) {
-    self->waits_at = &barrier;
-    barrier.waiting.push_back(static_cast<uint16_t>(self->thread.x));
-    block->warps[self->warp].ready &= ~(1u << self->lane);
+    self()->waits_at = &barrier;
+    barrier.waiting.push_back(static_cast<uint16_t>(self()->thread.x));
+    block()->warps[self()->warp].ready &= ~(1u << self()->lane);
     yield();
 }
 
 void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(void*), void* context) {
     if (barrier.arrived == 0) barrier.what = what;
-    if (strcmp(barrier.what, what) != 0) fail("threads that should be together are at different instructions");
+    if (barrier.what != what && strcmp(barrier.what, what) != 0) fail("threads that should be together are at different instructions");
     barrier.arrived++;
     if (barrier.arrived == count) {
         if (last) last(context);
@@ -313,16 +344,9 @@ void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(vo
 }
 
 void pause(uint32_t chance) {
-    if (order != RANDOM || random_below(chance) != 0) return;
-    self->pauses = random_below(1u << random_below(11));
+    if (block()->order != RANDOM || random_below(chance) != 0) return;
+    self()->pauses = random_below(1u << random_below(11));
     yield();
-}
-
-float f16_to_f32(uint16_t x) {
-    const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16, exponent = x >> 10 & 31, fraction = x & 1023;
-    if (exponent == 31) return bits<float>(sign | 0x7f800000u | fraction << 13);
-    if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(fraction) * 0x1p-24f;
-    return bits<float>(sign | (exponent + 112) << 23 | fraction << 13);
 }
 
 uint16_t f32_to_f16(float x) {
@@ -340,33 +364,24 @@ uint16_t f32_to_f16(float x) {
     return static_cast<uint16_t>(sign | static_cast<uint16_t>((rounded >> 13) - (112u << 10)));
 }
 
-void multiply(Slot* slots, float (*widen)(uint16_t)) {
-    float a[16][16], b[16][8];
+void multiply(Slot* slots, Widen widen) {
+    uint16_t a_halves[16][16], b_halves[16][8];
+    float a[16][16], b[16][8], d[16][8];
     for (uint32_t lane = 0; lane < 32; lane++) {
         const uint32_t g = lane / 4, t = lane % 4;
-        const Slot& slot = slots[lane];
-        for (uint32_t i = 0; i < 4; i++) {
-            const uint32_t word = static_cast<uint32_t>(slot.words[i / 2] >> 32 * (i % 2));
-            float* to = &a[g + i % 2 * 8][2 * t + i / 2 * 8];
-            to[0] = widen(static_cast<uint16_t>(word));
-            to[1] = widen(static_cast<uint16_t>(word >> 16));
-        }
-        for (uint32_t i = 0; i < 2; i++) {
-            const uint32_t word = static_cast<uint32_t>(slot.words[4] >> 32 * i);
-            b[2 * t + 8 * i][g] = widen(static_cast<uint16_t>(word));
-            b[2 * t + 8 * i + 1][g] = widen(static_cast<uint16_t>(word >> 16));
-        }
+        const uint64_t* words = slots[lane].words;
+        for (uint32_t i = 0; i < 4; i++) memcpy(&a_halves[g + i % 2 * 8][2 * t + i / 2 * 8], reinterpret_cast<const char*>(words) + 4 * i, 4);
+        for (uint32_t i = 0; i < 4; i++) b_halves[2 * t + i % 2 + i / 2 * 8][g] = static_cast<uint16_t>(words[4] >> 16 * i);
+        memcpy(&d[g][2 * t], &words[2], 8);
+        memcpy(&d[g + 8][2 * t], &words[3], 8);
     }
+    widen(a[0], a_halves[0], 16 * 16);
+    widen(b[0], b_halves[0], 16 * 8);
+    add_product(d, a, b, 8);
     for (uint32_t lane = 0; lane < 32; lane++) {
         const uint32_t g = lane / 4, t = lane % 4;
-        uint32_t d[4];
-        for (uint32_t i = 0; i < 4; i++) {
-            float sum = bits<float>(static_cast<uint32_t>(slots[lane].words[2 + i / 2] >> 32 * (i % 2)));
-            for (uint32_t k = 0; k < 16; k++) sum += a[g + i / 2 * 8][k] * b[k][2 * t + i % 2];
-            d[i] = bits<uint32_t>(sum);
-        }
-        slots[lane].words[2] = d[0] | static_cast<uint64_t>(d[1]) << 32;
-        slots[lane].words[3] = d[2] | static_cast<uint64_t>(d[3]) << 32;
+        memcpy(&slots[lane].words[2], &d[g][2 * t], 8);
+        memcpy(&slots[lane].words[3], &d[g + 8][2 * t], 8);
     }
 }
 
@@ -401,8 +416,8 @@ size_t lagoon_shim_params_bytes(const char* name) {
 // How this thread's launches take turns from now on: 0 in turn, 1 warps run ahead, 2 the same backwards, 3 random by `seed`.
 // What is asynchronous happens at once in order 0, and as late as it may in others (at times earlier in 3).
 void lagoon_shim_order(int order, uint64_t seed) {
-    shim::order = order;
-    shim::random_state = seed | 1;
+    shim::order_of_next = order;
+    shim::random_of_next = seed | 1;
 }
 
 // This thread's next launch begins before earlier work: `run(context)` is called, on another thread, when its first thread waits
@@ -446,14 +461,19 @@ int lagoon_shim_launch(const char* name, const unsigned* grid, const unsigned* t
     };
     std::vector<Line> params((kernel.params_bytes + 127) / 128);
     memcpy(params.data(), args[0], kernel.params_bytes);
-    shim::Block block;
-    shim::block = &block;
+    unsigned char* stack = shim::stacks.get(0);
+    if (!stack) {
+        shim::error = "no memory for a fiber's stack";
+        return 2;
+    }
     shim::running = &kernel;
     shim::running_params = params.data();
-    shim::failed = false;
+    shim::Block block;
     block.threads = {threads[0], 1, 1};
     block.grid = {grid[0], grid[1], grid[2]};
-    block.eager_copies = shim::order == shim::ROUND_ROBIN;
+    block.order = shim::order_of_next;
+    block.random_state = shim::random_of_next;
+    block.eager_copies = block.order == shim::ROUND_ROBIN;
     // Exactly as many bytes as asked for, so that the sanitizer sees the end.
     void* shared = nullptr;
     if (posix_memalign(&shared, 1024, shared_bytes ? shared_bytes : 1) != 0) {
@@ -464,20 +484,15 @@ int lagoon_shim_launch(const char* name, const unsigned* grid, const unsigned* t
     std::vector<unsigned char> async_view(shared_bytes);
     block.async_view = async_view.data();
     block.shared_bytes = shared_bytes;
-    for (uint32_t z = 0; z < grid[2] && !shim::failed; z++) {
-        for (uint32_t y = 0; y < grid[1] && !shim::failed; y++) {
-            for (uint32_t x = 0; x < grid[0] && !shim::failed; x++) {
-                block.index = {x, y, z};
-                // NaN in every type: what is read before it is written shows.
-                memset(block.shared, 0xff, shared_bytes);
-                memset(block.async_view, 0xff, shared_bytes);
-                shim::run_block(threads[0]);
-            }
-        }
-    }
+    shim::Lane scheduler;
+    scheduler.block = &block;
+    shim::Lane** top = shim::top_of(reinterpret_cast<uintptr_t>(stack));
+    *top = &scheduler;
+    lagoon_shim_switch(&shim::caller, prepare(stack, top, shim::run_blocks));
+    shim::random_of_next = block.random_state;
     free(block.shared);
-    shim::block = nullptr;
-    if (shim::failed) {
+    if (block.failed) {
+        shim::stacks.unpoison_all();
         fprintf(stderr, "%s: %s\n", name, shim::error.c_str());
         return 3;
     }

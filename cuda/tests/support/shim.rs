@@ -12,7 +12,7 @@ use lagoon_types::KvDType;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
 /// Set for a process that runs under the address sanitizer.
@@ -81,31 +81,72 @@ fn compiled_shim(mutant: Option<&Mutant>) -> Result<PathBuf, String> {
     for file in &files {
         std::fs::read(file).expect("a source is readable").hash(&mut hash);
     }
-    if let Some(mutant) = mutant {
-        (mutant.file, mutant.from, mutant.to).hash(&mut hash);
-    }
-    let flags = match mutant {
-        _ if sanitize => ["-O1", "-fsanitize=address"],
-        None => ["-O2", "-pthread"],
-        // It runs a few cases: what counts is how soon it is there.
-        Some(_) => ["-O1", "-pthread"],
-    };
+    let flags: &[&str] = if sanitize { &["-O1", "-g1", "-fsanitize=address"] } else { &["-O2", "-pthread"] };
     (FLAGS, flags).hash(&mut hash);
-    let kind = if sanitize { "asan" } else { mutant.map_or("plain", |mutant| mutant.name) };
-    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("shim-{kind}-{:016x}.so", hash.finish()));
-    compiled::once(&out, |fresh| match mutant {
-        None => compile(root, flags, fresh),
-        Some(mutant) => {
-            let copy = &out.with_extension("src");
-            copy_mutated(root, &files, mutant, copy);
-            let done = compile(copy, flags, fresh);
-            // What is left does no harm.
-            let _ = std::fs::remove_dir_all(copy);
-            done
-        }
+    let kind = if sanitize { "asan" } else { "plain" };
+    let tmp = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let named = |kind: &str, hash: &DefaultHasher| tmp.join(format!("shim-{kind}-{:016x}.so", hash.finish()));
+    let plain = named(kind, &hash);
+    compiled::once(&plain, |fresh| {
+        // Objects stay: a mutant is linked with those of the other kernels.
+        compile(root, flags, &Part::ALL.map(|part| (part, part.object(&plain))))?;
+        link(flags, &Part::ALL.map(|part| part.object(&plain)), fresh)
+    })?;
+    let Some(mutant) = mutant else { return Ok(plain) };
+    (mutant.file, mutant.from, mutant.to).hash(&mut hash);
+    let out = named(mutant.name, &hash);
+    compiled::once(&out, |fresh| {
+        let copy = &out.with_extension("src");
+        copy_mutated(root, &files, mutant, copy);
+        // It runs a few cases: what counts is how soon it is there.
+        let done = compile(copy, &["-O1", "-pthread"], &[(Part::Attention, Part::Attention.object(&out))]);
+        // What is left does no harm.
+        let _ = std::fs::remove_dir_all(copy);
+        done?;
+        let of = |part| if part == Part::Attention { &out } else { &plain };
+        link(flags, &Part::ALL.map(|part| part.object(of(part))), fresh)
     })?;
     Ok(out)
 }
+
+/// What is compiled by itself: the machine, the attention kernels, and all others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    Scheduler,
+    Asynchronous,
+    Faulty,
+    Attention,
+    OtherKernels,
+}
+
+impl Part {
+    const ALL: [Self; 5] = [Self::Attention, Self::OtherKernels, Self::Scheduler, Self::Asynchronous, Self::Faulty];
+
+    /// Its object file beside a library's file.
+    fn object(self, library: &Path) -> PathBuf {
+        library.with_extension(format!("{self:?}.o"))
+    }
+
+    fn source(self, root: &Path, object: &Path) -> PathBuf {
+        match self {
+            Self::Scheduler => root.join("shim/shim.cpp"),
+            Self::Asynchronous => root.join("shim/async.cpp"),
+            Self::Faulty => root.join("shim/faulty.cu"),
+            Self::Attention => root.join("kernels").join(ATTENTION),
+            Self::OtherKernels => {
+                let all = std::fs::read_to_string(root.join("kernels/all.cu")).expect("a source is readable");
+                let include = format!("#include \"{ATTENTION}\"\n");
+                assert_eq!(all.matches(&include).count(), 1, "{ATTENTION} in all.cu");
+                let source = object.with_extension("cu");
+                std::fs::write(&source, all.replacen(&include, "", 1)).expect("a source is written");
+                source
+            }
+        }
+    }
+}
+
+/// The source of the kernels that mutants are of, with what it includes.
+const ATTENTION: &str = "attention.cu";
 
 /// The sources at another place, with the mutant's mistake.
 fn copy_mutated(root: &Path, files: &[PathBuf], mutant: &Mutant, to: &Path) {
@@ -128,8 +169,6 @@ fn copy_mutated(root: &Path, files: &[PathBuf], mutant: &Mutant, to: &Path) {
 const FLAGS: &[&str] = &[
     "-std=c++17",
     "-fPIC",
-    "-shared",
-    "-g1",
     "-DLAGOON_SHIM",
     "-Wall",
     "-Wextra",
@@ -142,14 +181,31 @@ const FLAGS: &[&str] = &[
     "-mtls-dialect=gnu2",
 ];
 
-fn compile(root: &Path, flags: [&str; 2], out: &Path) -> Result<(), String> {
+/// Compiles sources side by side.
+fn compile(root: &Path, flags: &[&str], parts: &[(Part, PathBuf)]) -> Result<(), String> {
+    let running: Vec<Child> = parts
+        .iter()
+        .map(|(part, object)| {
+            let mut command = Command::new("c++");
+            command.args(FLAGS).args(flags).arg("-c").arg("-I").arg(root.join("kernels")).arg("-o").arg(object);
+            command.args(["-x", "c++"]).arg(part.source(root, object));
+            // A preloaded sanitizer is for the tests, not for the compiler.
+            command.env_remove("LD_PRELOAD").stderr(Stdio::piped()).spawn()
+        })
+        .collect::<Result<_, _>>()
+        .map_err(|e| format!("no C++ compiler: {e}"))?;
+    for (child, (part, _)) in running.into_iter().zip(parts) {
+        let output = child.wait_with_output().map_err(|e| format!("the C++ compiler: {e}"))?;
+        assert!(output.status.success(), "{part:?} does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(())
+}
+
+fn link(flags: &[&str], objects: &[PathBuf], out: &Path) -> Result<(), String> {
     let mut command = Command::new("c++");
-    command.args(FLAGS).args(flags);
-    command.arg("-o").arg(out).args([root.join("shim/shim.cpp"), root.join("shim/async.cpp")]);
-    command.args(["-x", "c++"]).arg(root.join("kernels/all.cu")).arg(root.join("shim/faulty.cu"));
-    // A preloaded sanitizer is for the tests, not for the compiler.
+    command.args(flags).arg("-shared").arg("-o").arg(out).args(objects);
     let output = command.env_remove("LD_PRELOAD").output().map_err(|e| format!("no C++ compiler: {e}"))?;
-    assert!(output.status.success(), "the shim does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "the shim does not link:\n{}", String::from_utf8_lossy(&output.stderr));
     Ok(())
 }
 
