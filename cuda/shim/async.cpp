@@ -88,8 +88,8 @@ void perform(const BulkCopy& copy) {
     complete(*barrier);
 }
 
-// Eight elements of 8-row atoms of 128 bytes that lie together: along k from `k`, in rows of at most 64, or, for `across`, along the
-// other side from `other`. The hardware exchanges 16-byte chunks by the address's own bits.
+// Eight elements of 8-row atoms of 128 bytes that lie together: along k from `k`, in rows of at most 64, or, for `across`, along
+// the other side from `other`; from a multiple of 8. The hardware exchanges 16-byte chunks by the address's own bits.
 void read_eight(uint64_t descriptor, uint32_t other, uint32_t k, bool across, uint16_t* to) {
     const uint64_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
     const uint64_t stride = (descriptor >> 32 & 0x3fff) << 4;

@@ -111,7 +111,7 @@ struct Factors {
     }
 };
 
-// Widens `n` halves.
+// Widens `n` halves, a multiple of 8.
 typedef void (*Widen)(float* to, const uint16_t* from, uint32_t n);
 
 // A warp's 16 rows of a product that has not happened yet; by lane.
@@ -183,9 +183,9 @@ struct Block {
     void* scheduler = nullptr;
 };
 
-// A lane's stack, or the scheduler's: its address is a multiple of its size, and at its top it names the lane. So a lane is found without
-// thread-local state, which in a library that is loaded late costs a call at every instruction. Tops have colours: at equal places they
-// would all map to the same sets of a cache.
+// A lane's stack, or the scheduler's: its address is a multiple of its size, and at its top it names the lane. So a lane is found
+// without thread-local state, which in a library that is loaded late costs a call at every instruction; on these stacks only. Tops have
+// colours: at equal places they would all map to the same sets of a cache.
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr size_t STACK_COLORS = 128, STACK_COLOR_BYTES = 7 * 64;
 inline Lane** top_of(uintptr_t stack) {
@@ -239,7 +239,7 @@ T bits(From from) {
     return to;
 }
 
-// Without branches, so that a compiler makes vectors of it: the exponent's bias is a factor, which is exact for subnormals, too.
+// Without branches, which vectors have none of: the exponent's bias is a factor, which is exact for subnormals, too.
 inline float f16_to_f32(uint16_t x) {
     const float magnitude = bits<float>(static_cast<uint32_t>(x & 0x7fff) << 13) * 0x1p112f;
     const uint32_t special = (x & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;
@@ -294,7 +294,10 @@ inline float widen(bf16 x) { return shim::bf16_to_f32(x.bits); }
 
 template <typename T>
 void widen_all(float* to, const uint16_t* from, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) to[i] = widen(T{from[i]});
+    // A compiler makes vectors of a loop whose length it knows.
+    for (uint32_t i = 0; i < n; i += 8) {
+        for (uint32_t j = i; j < i + 8; j++) to[j] = widen(T{from[j]});
+    }
 }
 
 template <typename T>

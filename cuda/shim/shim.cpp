@@ -67,31 +67,33 @@ struct Stacks {
     static constexpr size_t CHUNK = 128;
     std::vector<void*> chunks;
     std::vector<unsigned char*> all;
+    // A launch is in progress, or was left by a fault: frames were not unpoisoned.
+    bool dirty = false;
     unsigned char* get(size_t i) {
         while (all.size() <= i) {
-            if (all.size() % CHUNK == 0) {
-                void* memory = mmap(nullptr, (CHUNK + 1) * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-                if (memory == MAP_FAILED) return nullptr;
-                chunks.push_back(memory);
+            void* memory = mmap(nullptr, (CHUNK + 1) * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (memory == MAP_FAILED) return nullptr;
+            chunks.push_back(memory);
+            const uintptr_t first = (reinterpret_cast<uintptr_t>(memory) + STACK_BYTES - 1) / STACK_BYTES * STACK_BYTES;
+            for (size_t stack = 0; stack < CHUNK; stack++) {
+                all.push_back(reinterpret_cast<unsigned char*>(first + stack * STACK_BYTES));
+                mprotect(all.back(), guard(), PROT_NONE);
+                unpoison(all.back() + guard(), STACK_BYTES - guard());
             }
-            const uintptr_t first = (reinterpret_cast<uintptr_t>(chunks.back()) + STACK_BYTES - 1) / STACK_BYTES * STACK_BYTES;
-            all.push_back(reinterpret_cast<unsigned char*>(first + all.size() % CHUNK * STACK_BYTES));
-            mprotect(all.back(), static_cast<size_t>(getpagesize()), PROT_NONE);
-            unpoison(all.back());
         }
         return all[i];
     }
-    // Functions unpoison their frames as they return, which those of fibers that were stopped do not.
+    static size_t guard() { return static_cast<size_t>(getpagesize()); }
     void unpoison_all() const {
-        for (unsigned char* stack : all) unpoison(stack);
+        for (unsigned char* stack : all) unpoison(stack + guard(), STACK_BYTES - guard());
     }
-    static void unpoison([[maybe_unused]] unsigned char* stack) {
+    static void unpoison([[maybe_unused]] void* from, [[maybe_unused]] size_t bytes) {
 #ifdef __SANITIZE_ADDRESS__
-        const size_t guard = static_cast<size_t>(getpagesize());
-        ASAN_UNPOISON_MEMORY_REGION(stack + guard, STACK_BYTES - guard);
+        ASAN_UNPOISON_MEMORY_REGION(from, bytes);
 #endif
     }
     ~Stacks() {
+        unpoison_all();
         for (void* chunk : chunks) munmap(chunk, (CHUNK + 1) * STACK_BYTES);
     }
 };
@@ -132,7 +134,7 @@ lagoon_shim_switch:
 .size lagoon_shim_switch, . - lagoon_shim_switch
 )");
 
-static void* prepare(void*, void* end, void (*entry)()) {
+static void* prepare_context(void*, void* end, void (*entry)()) {
     // Six registers and the address to return to; at the entry the stack is as after a call.
     void** top = static_cast<void**>(end) - 2;
     top[0] = reinterpret_cast<void*>(entry);
@@ -148,7 +150,7 @@ static void lagoon_shim_switch(void** from, void* to) {
     *from = &here;
     swapcontext(&here, static_cast<ucontext_t*>(to));
 }
-static void* prepare(void* stack, void* end, void (*entry)()) {
+static void* prepare_context(void* stack, void* end, void (*entry)()) {
     // The context lies at the top of its own stack.
     ucontext_t* context = reinterpret_cast<ucontext_t*>((reinterpret_cast<uintptr_t>(end) - sizeof(ucontext_t)) / 64 * 64);
     getcontext(context);
@@ -188,6 +190,15 @@ void run_lane(Lane& lane) {
         return;
     }
     lagoon_shim_switch(&lane.block->scheduler, lane.stack_pointer);
+}
+
+// The stack pointer of a fiber that begins with `entry`, which never returns: its own frame stays.
+void* prepare(unsigned char* stack, Lane& lane, void (*entry)()) {
+    constexpr size_t OWN_FRAME = 4096;
+    Lane** top = top_of(reinterpret_cast<uintptr_t>(stack));
+    Stacks::unpoison(reinterpret_cast<unsigned char*>(top) - OWN_FRAME, OWN_FRAME);
+    *top = &lane;
+    return prepare_context(stack, top, entry);
 }
 
 // Gives each ready lane of a warp one turn, also a lane that an earlier one releases in this pass.
@@ -254,9 +265,7 @@ void run_block(uint32_t threads) {
         lanes[i].thread.x = i;
         lanes[i].warp = i / 32;
         lanes[i].lane = i % 32;
-        Lane** top = top_of(reinterpret_cast<uintptr_t>(stack));
-        *top = &lanes[i];
-        lanes[i].stack_pointer = prepare(stack, top, fiber);
+        lanes[i].stack_pointer = prepare(stack, lanes[i], fiber);
     }
     const auto waits = [](const Lane& lane) { return !lane.done; };
     while (!block->failed && (run_warps(lanes, threads / 32) || (std::any_of(lanes.begin(), lanes.end(), waits) && run_copy()))) {
@@ -370,7 +379,9 @@ void multiply(Slot* slots, Widen widen) {
     for (uint32_t lane = 0; lane < 32; lane++) {
         const uint32_t g = lane / 4, t = lane % 4;
         const uint64_t* words = slots[lane].words;
-        for (uint32_t i = 0; i < 4; i++) memcpy(&a_halves[g + i % 2 * 8][2 * t + i / 2 * 8], reinterpret_cast<const char*>(words) + 4 * i, 4);
+        for (uint32_t i = 0; i < 4; i++) {
+            memcpy(&a_halves[g + i % 2 * 8][2 * t + i / 2 * 8], reinterpret_cast<const char*>(words) + 4 * i, 4);
+        }
         for (uint32_t i = 0; i < 4; i++) b_halves[2 * t + i % 2 + i / 2 * 8][g] = static_cast<uint16_t>(words[4] >> 16 * i);
         memcpy(&d[g][2 * t], &words[2], 8);
         memcpy(&d[g + 8][2 * t], &words[3], 8);
@@ -484,15 +495,15 @@ int lagoon_shim_launch(const char* name, const unsigned* grid, const unsigned* t
     std::vector<unsigned char> async_view(shared_bytes);
     block.async_view = async_view.data();
     block.shared_bytes = shared_bytes;
+    if (std::exchange(shim::stacks.dirty, true)) shim::stacks.unpoison_all();
+    // It only carries the block.
     shim::Lane scheduler;
     scheduler.block = &block;
-    shim::Lane** top = shim::top_of(reinterpret_cast<uintptr_t>(stack));
-    *top = &scheduler;
-    lagoon_shim_switch(&shim::caller, prepare(stack, top, shim::run_blocks));
+    lagoon_shim_switch(&shim::caller, shim::prepare(stack, scheduler, shim::run_blocks));
+    shim::stacks.dirty = block.failed;
     shim::random_of_next = block.random_state;
     free(block.shared);
     if (block.failed) {
-        shim::stacks.unpoison_all();
         fprintf(stderr, "%s: %s\n", name, shim::error.c_str());
         return 3;
     }

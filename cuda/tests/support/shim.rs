@@ -93,13 +93,13 @@ fn compiled_shim(mutant: Option<&Mutant>) -> Result<PathBuf, String> {
         link(flags, &Part::ALL.map(|part| part.object(&plain)), fresh)
     })?;
     let Some(mutant) = mutant else { return Ok(plain) };
-    (mutant.file, mutant.from, mutant.to).hash(&mut hash);
+    assert!(!sanitize, "mutants have no sanitizer");
+    (mutant.file, mutant.from, mutant.to, MUTANT_FLAGS).hash(&mut hash);
     let out = named(mutant.name, &hash);
     compiled::once(&out, |fresh| {
         let copy = &out.with_extension("src");
         copy_mutated(root, &files, mutant, copy);
-        // It runs a few cases: what counts is how soon it is there.
-        let done = compile(copy, &["-O1", "-pthread"], &[(Part::Attention, Part::Attention.object(&out))]);
+        let done = compile(copy, MUTANT_FLAGS, &[(Part::Attention, Part::Attention.object(&out))]);
         // What is left does no harm.
         let _ = std::fs::remove_dir_all(copy);
         done?;
@@ -109,7 +109,7 @@ fn compiled_shim(mutant: Option<&Mutant>) -> Result<PathBuf, String> {
     Ok(out)
 }
 
-/// What is compiled by itself: the machine, the attention kernels, and all others.
+/// What is compiled by itself: the machine's two sources, the kernels with mistakes, those of attention, and all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Scheduler,
@@ -145,7 +145,10 @@ impl Part {
     }
 }
 
-/// The source of the kernels that mutants are of, with what it includes.
+/// Of a mutant's kernels, which run a few cases: what counts is how soon they are there.
+const MUTANT_FLAGS: &[&str] = &["-O1", "-pthread"];
+
+/// The source of the kernels that mutants are of, with headers that no other one includes.
 const ATTENTION: &str = "attention.cu";
 
 /// The sources at another place, with the mutant's mistake.
@@ -175,7 +178,7 @@ const FLAGS: &[&str] = &[
     "-Werror",
     "-Wno-unknown-pragmas",
     "-ffp-contract=off",
-    // TLS descriptors instead of a call of `__tls_get_addr`: kernels read thread-local state at every instruction. The first read of a thread,
+    // TLS descriptors instead of a call of `__tls_get_addr`: shared memory is thread-local. The first read of a thread,
     // in which an older C library may change vector registers, is the launch's.
     #[cfg(target_arch = "x86_64")]
     "-mtls-dialect=gnu2",
@@ -194,8 +197,10 @@ fn compile(root: &Path, flags: &[&str], parts: &[(Part, PathBuf)]) -> Result<(),
         })
         .collect::<Result<_, _>>()
         .map_err(|e| format!("no C++ compiler: {e}"))?;
-    for (child, (part, _)) in running.into_iter().zip(parts) {
-        let output = child.wait_with_output().map_err(|e| format!("the C++ compiler: {e}"))?;
+    // All of them, before one that failed ends this: others may start anew then.
+    let ended: Vec<_> = running.into_iter().map(Child::wait_with_output).collect();
+    for (output, (part, _)) in ended.into_iter().zip(parts) {
+        let output = output.map_err(|e| format!("the C++ compiler: {e}"))?;
         assert!(output.status.success(), "{part:?} does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
     }
     Ok(())

@@ -40,7 +40,7 @@ impl Flags {
     }
 
     /// Group of the order that a row belongs to.
-    pub(crate) const fn group(self) -> usize {
+    pub(crate) const fn group(self) -> u32 {
         (if self.has(Self::BORROWS) { 2 } else { 0 }) + (if self.has(Self::HOST) { 1 } else { 0 })
     }
 }

@@ -212,7 +212,7 @@ impl SortedView {
     /// Offers a row if it may lend. Returns whether it has unbooked blocks and is not far.
     fn consider(&self, ask: &Ask<'_>, slot: u32, links: &[Link], best: &mut Best) -> bool {
         let Some(seen) = self.0.rows.get(slot as usize).and_then(Row::see) else { return false };
-        let group = seen.flags.group();
+        let group = seen.flags.group() as usize;
         let unfit = seen.instance == ask.debtor || seen.flags.is_closed() || seen.lendable() == 0;
         if unfit || !ask.tier.wants(group) || ask.exclude.contains(&seen.instance) {
             return false;

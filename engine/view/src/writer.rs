@@ -3,9 +3,8 @@
 use crate::index::Index;
 use crate::order::Order;
 use crate::row::{Flags, Link, Location, Row, Slot};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, high, low, word};
 use crate::view::{LINKS, Shared, SortedView};
-use std::cmp::Reverse;
 use std::sync::Arc;
 
 /// Write handle of the view; there is one per view.
@@ -15,8 +14,8 @@ pub struct ViewWriter {
     free: Vec<u32>,
     /// Rows from here on were never used.
     used: u32,
-    /// Scratch for sorting.
-    sorted: Vec<(usize, Reverse<u32>, u32, u32)>,
+    /// Scratch for sorting: group over what is not available, instance over slot.
+    sorted: Vec<(u64, u64)>,
 }
 
 impl ViewWriter {
@@ -128,11 +127,11 @@ impl ViewWriter {
         for slot in 0..self.used {
             let Some(seen) = self.row(Slot(slot)).see() else { continue };
             if seen.lendable() > 0 && !seen.flags.has(Flags::BARRED) {
-                sorted.push((seen.flags.group(), Reverse(seen.available()), seen.instance, slot));
+                sorted.push((word(seen.flags.group(), !seen.available()), word(seen.instance, slot)));
             }
         }
         sorted.sort_unstable();
-        self.shared.order.publish(sorted.iter().map(|(group, _, _, slot)| (*group, *slot)));
+        self.shared.order.publish(sorted.iter().map(|(first, second)| (high(*first) as usize, low(*second))));
         self.sorted = sorted;
     }
 
@@ -148,6 +147,6 @@ impl ViewWriter {
         let capacity = self.shared.rows.len();
         let links = self.shared.rows.first().map_or(0, |r| r.links_len()) * 8;
         let index = (capacity * 4).next_power_of_two() * 8;
-        capacity * (size_of::<Row>() + links + 2 * 4) + index + self.sorted.capacity() * 24
+        capacity * (size_of::<Row>() + links + 2 * 4) + index + self.sorted.capacity() * size_of::<(u64, u64)>()
     }
 }
