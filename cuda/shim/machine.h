@@ -239,7 +239,7 @@ T bits(From from) {
     return to;
 }
 
-// Without branches, which vectors have none of: the exponent's bias is a factor, which is exact for subnormals, too.
+// Vectors have no branches: the exponent's bias is a factor, which is exact for subnormals, too.
 inline float f16_to_f32(uint16_t x) {
     const float magnitude = bits<float>(static_cast<uint32_t>(x & 0x7fff) << 13) * 0x1p112f;
     const uint32_t special = (x & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;

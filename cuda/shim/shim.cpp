@@ -192,9 +192,9 @@ void run_lane(Lane& lane) {
     lagoon_shim_switch(&lane.block->scheduler, lane.stack_pointer);
 }
 
-// The stack pointer of a fiber that begins with `entry`, which never returns: its own frame stays.
+// The stack pointer of a fiber that begins with `entry`, which never returns: its own frame, and a context, stay.
 void* prepare(unsigned char* stack, Lane& lane, void (*entry)()) {
-    constexpr size_t OWN_FRAME = 4096;
+    constexpr size_t OWN_FRAME = 8192;
     Lane** top = top_of(reinterpret_cast<uintptr_t>(stack));
     Stacks::unpoison(reinterpret_cast<unsigned char*>(top) - OWN_FRAME, OWN_FRAME);
     *top = &lane;

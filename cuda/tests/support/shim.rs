@@ -148,7 +148,7 @@ impl Part {
 /// Of a mutant's kernels, which run a few cases: what counts is how soon they are there.
 const MUTANT_FLAGS: &[&str] = &["-O1", "-pthread"];
 
-/// The source of the kernels that mutants are of, with headers that no other one includes.
+/// The source of the kernels that mutants are of; they change headers that no other one includes.
 const ATTENTION: &str = "attention.cu";
 
 /// The sources at another place, with the mutant's mistake.
