@@ -67,7 +67,7 @@ struct Stacks {
     static constexpr size_t CHUNK = 128;
     std::vector<void*> chunks;
     std::vector<unsigned char*> all;
-    // A launch is in progress, or was left by a fault: frames were not unpoisoned.
+    // A launch is in progress, failed or was left by a fault: frames were not unpoisoned.
     bool dirty = false;
     unsigned char* get(size_t i) {
         while (all.size() <= i) {

@@ -33,6 +33,20 @@ fn the_most_available_first() {
     assert_eq!(names(&v, 77, 0, Tier::Any), [1, 3, 5], "a debtor that is not in the view");
 }
 
+/// A reader compares a window of rows itself: only the published order brings the best of 50 into it.
+#[test]
+fn the_most_available_first_beyond_a_window() {
+    let (mut writer, slots) = view(&(1..=50).collect::<Vec<_>>());
+    let v = writer.view();
+    assert_eq!(names(&v, 77, 0, Tier::Any), [50, 49, 48]);
+    writer.set_flags(slots[49], Flags::BORROWS);
+    writer.set_lendable(slots[2], 60);
+    writer.publish();
+    assert_eq!(names(&v, 77, 0, Tier::Any), [3, 49, 48], "who borrows is in a later group");
+    let (writer, _) = view(&[7; 50]);
+    assert_eq!(names(&writer.view(), 77, 0, Tier::Any), [1, 2, 3], "equals by their numbers");
+}
+
 #[test]
 fn bookings_spread_debtors_until_the_next_report_of_the_row() {
     let (mut writer, slots) = view(&[0, 30, 30, 30]);
