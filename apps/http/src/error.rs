@@ -12,6 +12,8 @@ use serde::Serialize;
 pub const ERROR_HEADER: HeaderName = HeaderName::from_static("x-lagoon-error");
 /// Error code of a request beyond its key's rate; no sign of the server's load.
 pub const RATE_LIMIT_EXCEEDED: &str = "rate_limit_exceeded";
+/// Error code of a request that took too long; sent elsewhere it would take as long again.
+pub const DEADLINE_EXCEEDED: &str = "deadline_exceeded";
 /// Error code of a request that an instance gives back to the gateway that offered to take it. No client sees it.
 pub const HANDED_BACK: &str = "handed_back";
 
@@ -69,6 +71,12 @@ impl ApiError {
     #[must_use]
     pub fn unavailable(message: impl Into<String>) -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, Some("unavailable"), message)
+    }
+
+    /// A 503 for what took longer than its deadline.
+    #[must_use]
+    pub fn late(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, Some(DEADLINE_EXCEEDED), message)
     }
 
     /// A 500, for a bug of ours: the message is sent, details are only logged.

@@ -171,7 +171,7 @@ impl Sequence {
                 Ok(event)
             }
             Ok(None) => Err(ApiError::unavailable("the engine dropped the request")),
-            Err(_elapsed) => Err(ApiError::unavailable(format!("{what} took longer than {} s", deadline.as_secs()))),
+            Err(_elapsed) => Err(ApiError::late(format!("{what} took longer than {} s", deadline.as_secs()))),
         })
     }
 

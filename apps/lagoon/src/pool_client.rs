@@ -60,6 +60,9 @@ pub(crate) struct PoolRow {
     /// Batch and queue of its last heartbeat, for dispatch.
     #[serde(skip)]
     pub(crate) load: Option<Load>,
+    /// The number that the instance drew when it registered: another one has nothing cached.
+    #[serde(skip)]
+    pub(crate) incarnation: u64,
 }
 
 /// rBlocks moved for an instance's requests, with the fields of its own status.
@@ -287,6 +290,7 @@ impl From<InstanceStatus> for PoolRow {
             cache: h.cache.as_deref().map(CacheRow::from),
             calibration: row.calibration.as_ref().map(CalibrationRow::from),
             load: h.load,
+            incarnation: h.incarnation,
         }
     }
 }

@@ -19,7 +19,7 @@ use futures::{Stream, StreamExt};
 use lagoon_cluster::dispatch::{Aborted, Next, Progress, Replay, Resend};
 use lagoon_http::access::{REPORT_HEADER, Report};
 use lagoon_http::client::{Response, SendError};
-use lagoon_http::error::{ERROR_HEADER, HANDED_BACK, RATE_LIMIT_EXCEEDED};
+use lagoon_http::error::{DEADLINE_EXCEEDED, ERROR_HEADER, HANDED_BACK, RATE_LIMIT_EXCEEDED};
 use lagoon_http::journal::{self, HAND_BACK_HEADER, Journal, Read, Resume};
 use lagoon_http::keys::TENANT_HEADER;
 use lagoon_http::{ApiError, Bodies, Caller, Holder, Limits, Share};
@@ -197,7 +197,7 @@ impl Attempts {
     }
 
     /// Whether an attempt may be made now: a free one, or one on the budget. The first of a request is free, and so is the first after
-    /// each loss: those are as many as were running. All others, which an overloaded pool would get in addition, are on the budget.
+    /// each loss: those are as many as were running. Those after a refusal, which an overloaded pool would get in addition, are on the budget.
     fn may_send(&self, is_free: bool) -> bool {
         is_free || self.upstreams.retries().withdraw(Instant::now())
     }
@@ -205,8 +205,8 @@ impl Attempts {
     /// An instance's response; with `resume`, to a request whose response was sent in part.
     pub(crate) async fn respond(&mut self, resume: Option<&Resume>) -> Result<(Backend, Response), ApiError> {
         let body = resume.map_or_else(|| self.request.body.clone(), |r| r.request(&self.request.body).into());
-        // None has refused since the last loss.
-        let (mut refused, mut backends) = (None, Vec::new());
+        // None has refused since the last loss. Of a request that lost none, the client gets the last refusal as it is.
+        let (mut refused, mut refusal, mut backends) = (None, None, Vec::new());
         loop {
             let (instance, is_free) = match self.replay.next(self.now_ms()) {
                 Next::Look => {
@@ -219,7 +219,10 @@ impl Attempts {
                     tokio::time::sleep(pause).await;
                     continue;
                 }
-                Next::Abort(why) => return Err(self.failed(why, refused)),
+                Next::Abort(why) => {
+                    let refusal = refusal.filter(|_| why == Aborted::NoInstance);
+                    return refusal.ok_or_else(|| self.failed(why, refused));
+                }
                 Next::Send { instance, is_free } => (instance, is_free),
             };
             let listed = backends.iter().find(|backend| backend.http_addr == instance);
@@ -232,7 +235,12 @@ impl Attempts {
             match sent {
                 Ok(response) if is_handed_back(&response) && self.may_hand_back() => {
                     self.queue_again();
-                    refused = None;
+                    (refused, refusal) = (None, None);
+                }
+                Ok(response) if !self.streaming && self.may_go_elsewhere(&response) => {
+                    self.upstreams.counts.request(&backend.name, response.status().as_str());
+                    self.replay.refuse();
+                    refusal = Some((backend, response));
                 }
                 Ok(response) if !self.streaming || is_event_stream(&response) => {
                     self.replay.answered();
@@ -301,6 +309,14 @@ impl Attempts {
     /// Whether an instance may give the request back: nothing of it was lost, and not too often.
     fn may_hand_back(&self) -> bool {
         self.replay.waits_for_turn() && self.ticket.as_ref().is_some_and(Ticket::may_hand_back)
+    }
+
+    /// Whether an instance refused a request, not begun, that another one may take: its queue is full, or it stops or changes its role.
+    fn may_go_elsewhere(&self, response: &Response) -> bool {
+        let is_refusal = matches!(response.status(), StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE);
+        let code = response.headers().get(ERROR_HEADER);
+        let is_final = |code: &HeaderValue| code == RATE_LIMIT_EXCEEDED || code == DEADLINE_EXCEEDED;
+        self.request.pure && is_refusal && !code.is_some_and(is_final)
     }
 
     /// Queues a request again that its instance gave back.

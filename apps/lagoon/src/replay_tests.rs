@@ -452,6 +452,25 @@ async fn an_instance_that_cannot_be_reached_costs_no_retry() {
     assert_eq!(attempts.respond(None).await.unwrap().0.name, "well");
 }
 
+/// It changes its role, or its queue has filled: its neighbours are asked, on the budget; else the client gets the refusal as it is.
+#[tokio::test]
+async fn a_fresh_request_that_an_instance_refuses_goes_to_another() {
+    let well = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
+    let answered = async |header: &str, left: usize| {
+        let (full, asked) = refusing(header).await;
+        let upstreams = upstreams(vec![backend("full", &full, 3000), backend("well", &well, 1)]);
+        leave(&upstreams, left);
+        let (found, answer) = lost_with(&upstreams, 0).await.respond(None).await.unwrap();
+        assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 1);
+        (found.name, answer.status().as_u16(), answer.headers().contains_key("retry-after"))
+    };
+    assert_eq!(answered("retry-after: 60\r\n", 1).await, ("well".into(), 200, false));
+    assert_eq!(answered("retry-after: 60\r\n", 0).await, ("full".into(), 503, true));
+    for code in ["rate_limit_exceeded", "deadline_exceeded"] {
+        assert_eq!(answered(&format!("x-lagoon-error: {code}\r\n"), 9).await, ("full".into(), 503, false), "{code}");
+    }
+}
+
 /// One tenant's rate put the instance behind all others, for everybody.
 #[tokio::test]
 async fn the_rate_of_a_key_is_no_rest_of_the_instance() {

@@ -1,7 +1,8 @@
 //! The shipped [`Dispatcher`] and [`Replay`] before modelled instances: random requests, instances that come, go, fall behind and give
 //! requests back, some requests that kill instances, and reports that are old. A seed replays a run.
 //!
-//! Checked: a request is bound once, and again only after it was given back; none is forgotten, all are answered or refused; a waiting
+//! Checked: a request is bound once, and again only after it was given back; none is forgotten; all are answered that no client leaves, as long
+//! as there are instances which take them; a waiting
 //! head is passed a bounded number of times on the memory that it waits for; no token of an answer is lost or repeated; a request that
 //! kills instances kills a bounded number; a bounded number of one tenant's requests start before another tenant's only one
 //! ([`run_flooded`]).
@@ -9,7 +10,7 @@
 use crate::rng::Rng;
 use lagoon_cluster::dispatch::{
     Arrival, Ask, Dispatcher, Effect, Elsewhere, Event, InstanceLoad, Learned, Mode, Next, PrefixHashes, Progress,
-    Replay, ReplayLimits, Report, RequestId, Resend,
+    Refusal, Replay, ReplayLimits, Report, RequestId, Resend,
 };
 use lagoon_protocol::{BatchPoint, Calibration, Load};
 use lagoon_types::limits::{DISPATCH_PASSES_MAX, DISPATCH_TICK_MS, GATEWAY_QUEUE_MS, HEARTBEAT_MS, PREFIX_HASHES_MAX};
@@ -39,6 +40,8 @@ pub struct Outcome {
     pub refused: u64,
     pub handed_back: u64,
     pub passes: u64,
+    /// Requests that an instance refused and another one was sent.
+    pub sent_on: u64,
     /// Answers that another instance went on with, and requests that were not given to another one.
     pub replayed: u64,
     pub aborted: u64,
@@ -108,6 +111,7 @@ impl Instance {
             prefills: true,
             block_tokens: BLOCK_TOKENS,
             blocks_total: small(self.blocks_total),
+            blocks_lend_max: small(self.blocks_total),
             blocks_free: small(self.free()),
             running: small(self.running.len() as u64),
             waiting: small(self.queue.len() as u64),
@@ -339,6 +343,9 @@ impl World {
                 self.instances[number].queue.push_back(id);
             }
         }
+        if self.faults && self.rng.once_in(60) {
+            self.refuse(number)?;
+        }
         // A pool-sized request borrows when this instance is idle.
         let of = &self.instances[number];
         let Some(head) = of.queue.front().copied().filter(|_| of.is_up && of.running.len() < of.batch_max) else {
@@ -360,8 +367,8 @@ impl World {
         self.states.remove(&id);
         self.clients.remove(&id);
         self.paused.retain(|(_, other)| *other != id);
-        // It found all that was predicted.
-        let cached_tokens = self.asks.get(&id).map(|ask| ask.prompt_tokens);
+        // It found all that was predicted; in a flooded pool nothing was.
+        let cached_tokens = self.asks.get(&id).map(|ask| ask.prompt_tokens).filter(|_| self.hand_backs);
         let learned = Learned { cached_tokens, answer_tokens: Some(self.rng.below(64)) };
         self.handle(Event::Ended { id: RequestId(id), learned })
     }
@@ -466,6 +473,10 @@ impl World {
         for effect in self.core.handle(self.now_ms, event) {
             match effect {
                 Effect::Bind { id: RequestId(id), instance } => self.bound(id, instance, head)?,
+                // What the queue is bounded by is not reached here.
+                Effect::Refuse { id, why } if why != Refusal::NoInstance => {
+                    return Err(format!("{id:?} is refused, at {} ms: {why:?}", self.now_ms));
+                }
                 Effect::Refuse { id: RequestId(id), .. } => {
                     self.outcome.refused += 1;
                     self.states.remove(&id);
@@ -509,10 +520,31 @@ impl World {
         let client = self.clients.get_mut(&id).ok_or("a request without a client is bound")?;
         client.replay.round(Some(instance), listed);
         match client.replay.next(self.now_ms) {
-            Next::Send { instance: to, is_free: true } if to == instance => self.put(id, instance),
+            Next::Send { instance: to, is_free: true } if to == instance => {}
             next => return Err(format!("request {id} is bound to {instance}, and then {next:?}")),
         }
+        self.put(id, instance);
         Ok(())
+    }
+
+    /// An instance refuses a request that waits there, and another one gets it; if there is none, it stays.
+    fn refuse(&mut self, number: usize) -> Result<(), String> {
+        let Some(id) = self.instances[number].queue.back().copied() else { return Ok(()) };
+        let client = self.clients.get_mut(&id).ok_or("a request without a client is refused")?;
+        if !client.replay.waits_for_turn() {
+            return Ok(());
+        }
+        client.replay.refuse();
+        match client.replay.next(self.now_ms) {
+            Next::Send { is_free: true, .. } => Err(format!("request {id} is sent on beside the budget")),
+            Next::Send { instance, .. } if self.instances[instance as usize].is_up => {
+                self.instances[number].queue.pop_back();
+                self.put(id, instance);
+                self.outcome.sent_on += 1;
+                self.handle(Event::Sent { id: RequestId(id), instance })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn put(&mut self, id: u64, instance: u32) {

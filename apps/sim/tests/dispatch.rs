@@ -14,12 +14,13 @@ fn every_request_is_bound_once_and_answered_or_refused() {
         all.answered += outcome.answered;
         all.handed_back += outcome.handed_back;
         all.passes += outcome.passes;
+        all.sent_on += outcome.sent_on;
         all.replayed += outcome.replayed;
         all.aborted += outcome.aborted;
     }
     // What is checked happens.
     assert!(all.answered > 50 * SEEDS && all.handed_back > SEEDS && all.passes > SEEDS / 2, "{all:?}");
-    assert!(all.replayed > SEEDS && all.aborted > 0, "{all:?}");
+    assert!(all.replayed > SEEDS && all.aborted > 0 && all.sent_on > SEEDS, "{all:?}");
 }
 
 #[test]

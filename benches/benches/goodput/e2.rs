@@ -33,14 +33,18 @@ const LONG_FIRST_FACTOR: f64 = 3.0;
 const PAIR: f64 = 0.87;
 const PIPELINE: f64 = 0.8;
 
-/// The compared systems; the first is Lagoon, the second the same instances on their own.
-fn systems() -> [System; 5] {
+/// The compared systems; the first two are Lagoon's, the third the same instances on their own.
+fn systems() -> [System; 6] {
     let alone = |name, processes: &[(u32, f64)]| System {
         name,
         kind: Kind::Alone { processes: processes.to_vec(), dispatch: Dispatch::LeastWork },
     };
     [
         System { name: "pool", kind: Kind::pool(INSTANCES, None) },
+        System {
+            name: "pool, long prompts computed together",
+            kind: Kind::pool(INSTANCES, Some(f64::from(SHORT_MAX))),
+        },
         alone("4x1", &[(1, 1.0); 4]),
         alone("two pairs", &[(2, PAIR); 2]),
         alone("a pair and two singles", &[(2, PAIR), (1, 1.0), (1, 1.0)]),
@@ -139,10 +143,10 @@ fn met_over_time(setup: &Setup, drawn: &[Drawn], ran: &Ran) -> Vec<(f64, f64)> {
     points(drawn.iter().zip(&ran.answers).map(at).collect())
 }
 
-/// Lagoon's goodput over each split's, and over the best one's, and what it keeps of the same instances' on their own where
-/// no request is long.
-fn ratios(runs: &[Value]) -> Value {
-    let [pool, singles, splits @ ..] = systems();
+/// Goodput of one of Lagoon's systems over each split's, and over the best one's, and what it keeps of the same instances' on their own
+/// where no request is long.
+fn ratios(runs: &[Value], pool: &System) -> Value {
+    let [_, _, singles, splits @ ..] = systems();
     let of = |name: &str, pointer: &str| {
         let run = runs.iter().find(|run| run["system"] == name);
         run.and_then(|run| run.pointer(pointer)).and_then(Value::as_f64).unwrap_or(f64::NAN)
@@ -151,6 +155,7 @@ fn ratios(runs: &[Value]) -> Value {
     let best = splits.iter().chain([&singles]).map(|s| goodput(s.name)).fold(0.0, f64::max);
     let without = |name| of(name, "/met_by_phase/0") + of(name, "/met_by_phase/2");
     json!({
+        "system": pool.name,
         "over": splits.iter().chain([&singles]).map(|s| json!({ "system": s.name, "goodput": goodput(pool.name) / goodput(s.name) })).collect::<Vec<_>>(),
         "over_best": goodput(pool.name) / best, "of_4x1_without_long": without(pool.name) / without(singles.name),
     })
@@ -179,19 +184,19 @@ pub(crate) fn run(lagoon: &Lagoon, setup: &Setup, args: &Args) -> Result<(Value,
     let offered = requests.len() as f64 / requests.last().map_or(1.0, |r| r.arrival_us as f64 / 1e6) / setup.time;
     let result = json!({
         "experiment": "e2", "requests": requests.len(), "offered_requests_per_s": offered, "seed": args.seed,
-        "efficiency": { "pair": PAIR, "pipeline": PIPELINE }, "ratios": ratios(&runs), "runs": runs,
+        "efficiency": { "pair": PAIR, "pipeline": PIPELINE }, "ratios": systems()[..2].iter().map(|pool| ratios(&runs, pool)).collect::<Vec<_>>(), "runs": runs,
     });
     Ok((result, panels))
 }
 
 pub(crate) fn print(result: &Value) {
     let columns = ["goodput", "met", "by phase", "long served", "long met", "failed", "TBT p99 ms", "late"];
-    println!("{:<28}{}", "system", columns.map(|c| format!("{c:>15}")).concat());
+    println!("{:<40}{}", "system", columns.map(|c| format!("{c:>15}")).concat());
     for run in result["runs"].as_array().into_iter().flatten() {
         let number = |name: &str| run[name].as_f64().unwrap_or(f64::NAN);
         let (met, served) = (number("met"), format!("{} of {}", run["long_served"], run["long_requests"]));
         println!(
-            "{:<28}{:>15.3}{met:>15.0}{:>15}{served:>15}{:>15.0}{:>15.0}{:>15.1}{:>15.3}",
+            "{:<40}{:>15.3}{met:>15.0}{:>15}{served:>15}{:>15.0}{:>15.0}{:>15.1}{:>15.3}",
             run["system"].as_str().unwrap_or_default(),
             number("goodput"),
             run["met_by_phase"].to_string(),
@@ -201,17 +206,17 @@ pub(crate) fn print(result: &Value) {
             number("devices_late_share")
         );
     }
-    for over in result["ratios"]["over"].as_array().into_iter().flatten() {
+    for ratios in result["ratios"].as_array().into_iter().flatten() {
+        let (system, number) =
+            (ratios["system"].as_str().unwrap_or_default(), |name: &str| ratios[name].as_f64().unwrap_or(f64::NAN));
+        for over in ratios["over"].as_array().into_iter().flatten() {
+            let other = over["system"].as_str().unwrap_or_default();
+            println!("{system} over {other}: {:.2}", over["goodput"].as_f64().unwrap_or(f64::NAN));
+        }
         println!(
-            "pool over {}: {:.2}",
-            over["system"].as_str().unwrap_or_default(),
-            over["goodput"].as_f64().unwrap_or(f64::NAN)
+            "{system} over the best split: {:.2}; of 4x1 in the phases without long requests: {:.3}",
+            number("over_best"),
+            number("of_4x1_without_long")
         );
     }
-    let number = |name: &str| result["ratios"][name].as_f64().unwrap_or(f64::NAN);
-    println!(
-        "pool over the best split: {:.2}; of 4x1 in the phases without long requests: {:.3}",
-        number("over_best"),
-        number("of_4x1_without_long")
-    );
 }

@@ -26,6 +26,7 @@ fn report(instance: u32, blocks_free: u32, running: u32) -> Report<u32> {
         prefills: true,
         block_tokens: BLOCK_TOKENS,
         blocks_total: 1_000,
+        blocks_lend_max: 1_000,
         blocks_free,
         running,
         ..InstanceLoad::default()

@@ -6,7 +6,6 @@ use super::traces::Request;
 use crate::process::Process;
 use lagoon_cluster::dispatch::{
     Arrival, Ask, Dispatcher, Effect, Elsewhere, Event, InstanceLoad, Learned, Mode, PrefixHashes, Report, RequestId,
-    Unreported,
 };
 use lagoon_protocol::Calibration;
 use lagoon_types::limits::DISPATCH_TICK_MS;
@@ -113,9 +112,11 @@ fn load(calibration: &Calibration, process: &Process<Device>) -> InstanceLoad {
         block_tokens: status.block_tokens,
         blocks_total: status.blocks_total,
         blocks_free: status.blocks_free,
-        tier_blocks: 0,
+        // Without a gManager it lends nothing.
+        blocks_lend_max: if status.registered { status.blocks_total } else { 0 },
+        blocks_lent: status.blocks_lent,
         running: small(status.running),
         waiting: small(status.waiting),
-        unreported: Unreported::default(),
+        ..InstanceLoad::default()
     }
 }

@@ -11,14 +11,15 @@
 //! **The head.** A head of the queue that cannot start now, though instances may merely be busy, waits for memory: of one instance, which it
 //! *reserves*, or of the pool if no instance is large enough. Requests behind it may start elsewhere, and on memory that it waits for [`DISPATCH_PASSES_MAX`]
 //! times, the most useful work per memory and time first. It borrows only if no instance is predicted to hold it whole within
-//! [`DISPATCH_SOON_MS`](lagoon_types::limits::DISPATCH_SOON_MS), or none has after [`DISPATCH_WHOLE_MS`].
+//! [`DISPATCH_SOON_MS`](lagoon_types::limits::DISPATCH_SOON_MS), or none has after [`DISPATCH_WHOLE_MS`]. If the pool lacks the memory then, it
+//! waits on in an instance's queue.
 //!
 //! **The prefix.** A request waits for a busy instance that caches much of its prompt, if that saves more than the wait is worth
 //! ([`DISPATCH_PREFIX_MS`](lagoon_types::limits::DISPATCH_PREFIX_MS) at most). Others start elsewhere meanwhile.
 //!
 //! Invariants:
 //! * each request is bound once, or refused, or its caller has ended it; a request that was handed back is bound again;
-//! * at most [`DISPATCH_PASSES_MAX`] requests start on memory that a head waits for;
+//! * at most [`DISPATCH_PASSES_MAX`] of its requests start on memory that a head waits for (those of other gateways know nothing of it);
 //! * the queue is bounded in requests, bytes and age, and one tenant cannot fill it.
 //!
 //! Several gateways share the reports of the gManager's view, and each corrects them by its own requests; without reports each has its
@@ -325,7 +326,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
 
     /// Tokens of a prompt that instances are predicted to cache.
     fn cached(&self, prefix: &PrefixHashes) -> CachedAt<K> {
-        self.prefixes.cached(prefix, |key| self.instances.get(&key).map(Instance::memory))
+        self.prefixes.cached(prefix, |key| self.instances.get(&key).map(Instance::token_capacity))
     }
 
     /// The instances of the latest reports, in the order in which equals are chosen.
@@ -364,6 +365,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         self.elsewhere = elsewhere;
         self.listed = reports.iter().map(|report| report.instance).collect();
         for report in reports {
+            self.prefixes.see(report.instance, report.load.incarnation);
             match self.instances.entry(report.instance) {
                 std::collections::btree_map::Entry::Occupied(mut of) => of.get_mut().learn(report, self.now_ms),
                 std::collections::btree_map::Entry::Vacant(of) => _ = of.insert(Instance::new(report, self.now_ms)),
@@ -375,6 +377,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             lost.into_iter().for_each(|id| self.take_back(id));
         }
         let listed = &self.listed;
+        self.prefixes.forget_absent(listed);
         self.instances.retain(|key, instance| listed.contains(key) || instance.has_requests());
         let none_since_ms = *self.none_since_ms.get_or_insert(self.now_ms);
         self.none_since_ms = self.listed.is_empty().then_some(none_since_ms);
@@ -389,26 +392,25 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let sent = self.instances.get_mut(&before).and_then(|of| of.leave(id));
         if let (Some(sent), Some(of)) = (sent, self.instances.get_mut(&instance)) {
             let tokens = of.send(id, Sent { at_ms: self.now_ms, began: false, cached: 0, ..sent });
-            self.prefixes.note(&bound.waiting.arrival.prefix.hashes, instance, of.memory().computed);
             let hashes = bound.waiting.arrival.prefix.hashes.clone();
-            self.note_placed(Placed { instance, hashes, tokens });
+            self.place(Placed { instance, hashes, tokens });
         }
     }
 
-    /// Notes a prefix that was placed, to be reported to others.
-    fn note_placed(&mut self, placed: Placed<K>) {
-        if placed.hashes.is_empty() {
-            return;
+    /// Notes a prompt that goes to an instance, for others as well.
+    fn place(&mut self, placed: Placed<K>) {
+        self.prefixes.compute(placed.instance, placed.tokens);
+        self.prefixes.note(&placed.hashes, placed.instance);
+        if !placed.hashes.is_empty() {
+            self.placed.add([placed]);
         }
-        self.placed.add([placed]);
     }
 
-    /// Others sent prompts with these prefixes. Of an instance that no report names yet nothing is known.
+    /// Others sent prompts with these prefixes. Of an instance that no report has named nothing is known.
     fn learn_placed(&mut self, placed: Vec<Placed<K>>) {
         for Placed { instance, hashes, tokens } in placed {
-            let Some(of) = self.instances.get_mut(&instance) else { continue };
-            of.compute(tokens);
-            self.prefixes.note(&hashes, instance, of.memory().computed);
+            self.prefixes.compute(instance, tokens);
+            self.prefixes.note(&hashes, instance);
         }
     }
 
@@ -421,6 +423,10 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             self.prefixes.learn(sent.cached, cached);
         }
         if let Some(tokens) = learned.answer_tokens {
+            let Arrival { tenant, ask, .. } = &bound.waiting.arrival;
+            let cached = learned.cached_tokens.unwrap_or(0);
+            let work = crate::perf::as_f64(ask.prompt_tokens.saturating_sub(cached).saturating_add(tokens));
+            self.turns.correct(tenant, work - bound.work);
             let each = crate::perf::as_f64(tokens) / f64::from(bound.waiting.arrival.ask.sequences.max(1));
             let mean = &mut self.policy.answer_tokens;
             *mean = (*mean * (1.0 - LEARN) + each * LEARN).max(1.0);
@@ -444,15 +450,14 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         let Waiting { arrival, turn, .. } = &waiting;
         let expected = self.policy.expected(&arrival.ask);
-        let work = crate::perf::as_f64(arrival.ask.prompt_tokens) + expected;
+        let cached = self.cached(&arrival.prefix).at(instance);
+        let work = crate::perf::as_f64(arrival.ask.prompt_tokens.saturating_sub(cached)) + expected;
         self.waiting_bytes -= arrival.bytes;
         self.turns.start(&arrival.tenant, (*turn, arrival.bytes), work);
-        let cached = self.cached(&arrival.prefix).at(instance);
         if let Some(of) = self.instances.get_mut(&instance) {
             let tokens = of.send(id, Sent { at_ms: self.now_ms, ask: arrival.ask, cached, expected, began: false });
-            self.prefixes.note(&arrival.prefix.hashes, instance, of.memory().computed);
             let hashes = arrival.prefix.hashes.clone();
-            self.note_placed(Placed { instance, hashes, tokens });
+            self.place(Placed { instance, hashes, tokens });
         }
         self.head = self.head.filter(|head| head.id != id);
         self.bound.insert(id, Bound { instance, waiting, work, is_whole });
@@ -523,28 +528,30 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         keys.map(|key| (self.rank(key, ask, cached), key)).min_by(|a, b| a.0.cmp(&b.0)).map(|(_, key)| key)
     }
 
-    /// Where the head starts although no instance holds it whole now: where it borrows, or where the pool keeps memory for it.
+    /// Where the head starts although no instance holds it whole now: where it borrows, or where memory is kept for it.
     fn start_of_head(&self, id: RequestId) -> Option<K> {
         let waiting = self.waiting.get(&id)?;
         let blocks_at = |key: &K| self.instances.get(key).map_or(0, |of| waiting.arrival.ask.blocks(of.block_tokens()));
         let total_at = |key: &K| self.instances.get(key).map_or(0, Instance::blocks_total);
         let keys = || self.allowed(waiting);
+        let is_large = |key: &K| blocks_at(key) <= total_at(key);
+        let is_pool_sized = !self.in_turn().any(|key| is_large(&key));
+        if !is_pool_sized && !keys().any(|key| is_large(&key)) {
+            // Those that are large enough have just given it back.
+            return None;
+        }
         let is_idle = self.instances.values().all(Instance::is_idle);
-        let pool: u64 = keys().map(|key| total_at(&key)).sum::<u64>() + self.elsewhere.blocks_total;
-        let is_too_large = keys().all(|key| blocks_at(&key) > pool);
+        let lent = self.lendable();
+        let is_too_large = self.in_turn().all(|key| blocks_at(&key) > self.obtainable(key, lent).0);
         if is_idle || is_too_large {
             // No memory becomes free by waiting; the instance knows what it can do.
             return self.best(keys(), waiting, &self.cached(&waiting.arrival.prefix));
         }
         let head = self.head.filter(|head| head.id == id);
         let waited_ms = head.map_or(0, |head| self.now_ms.saturating_sub(head.since_ms));
-        let is_pool_sized = keys().all(|key| blocks_at(&key) > total_at(&key));
         if !is_pool_sized && waited_ms < DISPATCH_WHOLE_MS && self.is_held_whole_soon(id) {
             return None;
         }
-        let room = |key: &K| self.room(*key).filter(Room::is_open);
-        let free: i64 = keys().filter_map(|key| room(&key)).map(|room| room.blocks.max(0)).fold(0, i64::saturating_add);
-        let free = free.saturating_add_unsigned(self.elsewhere.blocks_lendable);
         // A cached rBlock is free as well, and need not be computed: it counts twice.
         let cached = self.cached(&waiting.arrival.prefix);
         let value = |key: K| {
@@ -552,12 +559,38 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             Some((self.room(key)?.blocks.saturating_add_unsigned(cached), key))
         };
         let most_free = |keys: &mut dyn Iterator<Item = K>| keys.filter_map(value).max_by_key(|(value, _)| *value);
-        let has_memory = keys().any(|key| i64::try_from(blocks_at(&key)).is_ok_and(|blocks| blocks <= free));
-        if has_memory && let Some((_, key)) = most_free(&mut keys().filter(|key| room(key).is_some())) {
+        let is_open = |key: &K| self.room(*key).is_some_and(|room| room.is_open());
+        let has_memory = |key: &K| is_open(key) && blocks_at(key) <= self.obtainable(*key, lent).1;
+        if let Some((_, key)) = most_free(&mut keys().filter(has_memory)) {
             return Some(key);
         }
-        let kept = is_pool_sized && head.is_some_and(|head| self.has_waited_for_pool(&head));
-        if kept { most_free(&mut keys()).map(|(_, key)| key) } else { None }
+        if is_pool_sized {
+            let kept = head.is_some_and(|head| self.has_waited_for_pool(&head));
+            return if kept { most_free(&mut keys()).map(|(_, key)| key) } else { None };
+        }
+        // Other gateways know nothing of what is kept for it here; its place in an instance's queue holds against all of them. But a batch
+        // that is full, or prompts ahead, are only waited for.
+        let lacks =
+            |key: &K| self.room(*key).is_some_and(|room| i64::try_from(blocks_at(key)).is_ok_and(|n| n > room.blocks));
+        let is_kept = waited_ms >= DISPATCH_WHOLE_MS && keys().all(|key| lacks(&key));
+        if is_kept { self.first_whole(waiting, keys()).map(|(_, key)| key) } else { None }
+    }
+
+    /// rBlocks that all instances together lend at most, and now.
+    fn lendable(&self) -> (u64, u64) {
+        let Elsewhere { blocks_total, blocks_lendable } = self.elsewhere;
+        self.listed.iter().filter_map(|key| self.instances.get(key)).fold((blocks_total, blocks_lendable), |all, of| {
+            let (most, now) = of.lendable(self.now_ms);
+            (all.0.saturating_add(most), all.1.saturating_add(now))
+        })
+    }
+
+    /// rBlocks that a request at this instance can have at most, and now: its own, and of those that all lend the others'.
+    fn obtainable(&self, key: K, (most, now): (u64, u64)) -> (u64, u64) {
+        let Some(of) = self.instances.get(&key) else { return (0, 0) };
+        let own = of.lendable(self.now_ms);
+        let free = of.room(self.now_ms).blocks.max(0).unsigned_abs();
+        ((most - own.0).saturating_add(of.blocks_total()), (now - own.1).saturating_add(free))
     }
 
     /// A waiting request that may start before the head, and where: the most useful work for memory and time. Notes who was seen to wait

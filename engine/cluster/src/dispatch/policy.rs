@@ -66,6 +66,11 @@ pub struct InstanceLoad {
     pub blocks_free: u32,
     /// Cached blocks in the tiers beside its KV memory.
     pub tier_blocks: u64,
+    /// Blocks that it may lend in all, and those that it has lent.
+    pub blocks_lend_max: u32,
+    pub blocks_lent: u32,
+    /// Changes when the instance begins anew, with nothing cached.
+    pub incarnation: u64,
     /// Requests in its batch, and in its queue.
     pub running: u32,
     pub waiting: u32,
@@ -366,10 +371,9 @@ mod tests {
                     block_tokens: 16,
                     blocks_total: total,
                     blocks_free: free.min(total),
-                    tier_blocks: 0,
                     running,
                     waiting,
-                    unreported: Unreported::default(),
+                    ..InstanceLoad::default()
                 }
             },
         )

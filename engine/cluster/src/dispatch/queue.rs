@@ -61,7 +61,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let Some(Bound { instance, mut waiting, work, .. }) = self.bound.remove(&id) else { return };
         self.instances.get_mut(&instance).into_iter().for_each(|of| of.withdraw(id, self.now_ms));
         self.handed_back += 1;
-        self.turns.give_back(&waiting.arrival.tenant, work);
+        self.turns.correct(&waiting.arrival.tenant, -work);
         waiting.hand_backs += 1;
         waiting.barred = Some((instance, self.now_ms + HAND_BACK_REST_MS));
         if !mutants::is(Mutant::HandBackLost) {
@@ -104,18 +104,18 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
 
     /// The instance that is predicted to have the request's memory first; `None` if none is large enough.
     fn reserved(&self, id: RequestId) -> Option<K> {
-        self.first_whole(id).map(|(_, key)| key)
+        self.waiting.get(&id).and_then(|waiting| self.first_whole(waiting, self.in_turn())).map(|(_, key)| key)
     }
 
     /// Whether an instance is predicted to have a request's memory within [`DISPATCH_SOON_MS`].
     pub(super) fn is_held_whole_soon(&self, id: RequestId) -> bool {
         let soon_us = crate::perf::as_f64(DISPATCH_SOON_MS) * 1_000.0;
-        self.first_whole(id).is_some_and(|(wait_us, _)| wait_us <= soon_us)
+        let first = self.waiting.get(&id).and_then(|waiting| self.first_whole(waiting, self.in_turn()));
+        first.is_some_and(|(wait_us, _)| wait_us <= soon_us)
     }
 
-    /// The instance that is predicted to have a request's memory first, and the time until then in microseconds.
-    fn first_whole(&self, id: RequestId) -> Option<(f64, K)> {
-        let waiting = self.waiting.get(&id)?;
+    /// Of instances the one that is predicted to have a request's memory first, and the time until then in microseconds.
+    pub(super) fn first_whole(&self, waiting: &Waiting<K>, keys: impl Iterator<Item = K>) -> Option<(f64, K)> {
         let Arrival { ask, prefix, .. } = &waiting.arrival;
         let is_large = |of: &Instance<K>| ask.blocks(of.block_tokens()) <= of.blocks_total();
         let cached = self.cached(prefix);
@@ -123,7 +123,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
             let load = self.instances.get(&key).filter(|of| is_large(of))?.load();
             Some((self.policy.predict(load, ask, cached.at(key)).memory_us, key))
         };
-        self.allowed(waiting).filter_map(wait_us).min_by(|a, b| a.0.total_cmp(&b.0))
+        keys.filter_map(wait_us).min_by(|a, b| a.0.total_cmp(&b.0))
     }
 
     /// The busy instance that a request waits for, rather than start at `best`: it saves prefill there, and can start within

@@ -100,7 +100,7 @@ pub struct Replay<K> {
     is_repeatable: bool,
     /// Instances of the present round, the next one last; `None` before a look.
     round: Option<Vec<K>>,
-    /// Whether none has refused it since the last loss.
+    /// Whether none has refused it since its last turn or loss.
     is_first: bool,
     /// Whether a pause is due before the next look.
     is_paused: bool,
@@ -152,7 +152,7 @@ impl<K: Copy + PartialEq> Replay<K> {
         };
         while let Some(instance) = round.pop() {
             if !self.barred.iter().any(|(key, until_ms)| *key == instance && now_ms < *until_ms) {
-                return Next::Send { instance, is_free: self.is_first || self.lost.is_empty() };
+                return Next::Send { instance, is_free: self.is_first };
             }
         }
         self.round = None;
@@ -239,6 +239,14 @@ mod tests {
             assert_eq!(replay.next(0), send(instance, true));
         }
         assert_eq!(replay.next(0), Next::Abort(Aborted::NoInstance), "four at most");
+        // Those after a refusal are on the budget.
+        replay.round(Some('c'), "abc".chars());
+        assert_eq!(replay.next(0), send('c', true));
+        replay.refuse();
+        assert_eq!(replay.next(0), send('a', false));
+        replay.hand_back();
+        replay.round(Some('b'), "abc".chars());
+        assert_eq!(replay.next(0), send('b', true));
     }
 
     #[test]
@@ -295,6 +303,7 @@ mod tests {
     fn play(script: Vec<(Does, u64)>, instances: u32, is_repeatable: bool) -> Result<(), TestCaseError> {
         let mut replay = Replay::new(LIMITS, is_repeatable);
         let (mut now_ms, mut tokens, mut fruitless, mut lost_at_ms) = (0, 0, 0, None::<u64>);
+        let mut was_refused = false;
         let (mut lost, mut rests) = (Vec::new(), std::collections::BTreeMap::new());
         let mut script = script.into_iter();
         loop {
@@ -309,11 +318,17 @@ mod tests {
                     return Ok(());
                 }
                 Next::Send { instance, is_free } => {
-                    prop_assert!(is_free || !lost.is_empty());
+                    prop_assert_eq!(is_free, !was_refused);
                     prop_assert!(rests.get(&instance).is_none_or(|until_ms| now_ms >= *until_ms));
                     // It is answered when the script ends.
                     let Some((does, takes_ms)) = script.next() else { return Ok(()) };
                     now_ms += takes_ms;
+                    was_refused = match does {
+                        Does::Unreachable => was_refused,
+                        Does::HandsBack => !lost.is_empty(),
+                        Does::Refuses(_) => true,
+                        Does::Breaks(_) => false,
+                    };
                     match does {
                         Does::Unreachable => {}
                         Does::HandsBack if lost.is_empty() => replay.hand_back(),

@@ -10,7 +10,6 @@
 //! All figures are computed when something changes; a look reads them and allocates nothing.
 
 use super::policy::{InstanceLoad, Unreported};
-use super::prefixes::Memory;
 use super::{Ask, RequestId};
 use lagoon_protocol::Load;
 use lagoon_types::limits::{DISPATCH_AHEAD_MS, DISPATCH_LAG_MS, FENCE_MS, HAND_BACK_REST_MS};
@@ -71,8 +70,6 @@ pub(super) struct Instance<K> {
     load: InstanceLoad,
     /// Prefill that it has left at a time, in microseconds: it works that off.
     ahead: (u64, f64),
-    /// Tokens of prompts and answers that it was sent to compute, by this dispatcher and by others that reported it.
-    computed: u64,
 }
 
 /// What an instance can start.
@@ -108,7 +105,7 @@ impl<K: Copy> Instance<K> {
     pub(super) fn new(report: Report<K>, now_ms: u64) -> Self {
         let (load, ahead) = (InstanceLoad::default(), (0, 0.0));
         let (sent, freed) = (Vec::new(), Vec::new());
-        let mut new = Self { report, sent, freed, is_outdated: false, behind_since_ms: None, load, ahead, computed: 0 };
+        let mut new = Self { report, sent, freed, is_outdated: false, behind_since_ms: None, load, ahead };
         new.begin_with_report(now_ms);
         new
     }
@@ -148,15 +145,9 @@ impl<K: Copy> Instance<K> {
         self.sent.retain(|(other, _)| *other != id);
         let prompt = sent.ask.prompt_tokens.saturating_sub(sent.cached);
         let tokens = prompt.saturating_add(crate::perf::whole(sent.expected).max(0).unsigned_abs());
-        self.compute(tokens);
         self.sent.push((id, sent));
         self.update();
         tokens
-    }
-
-    /// Counts tokens that went there to be computed.
-    pub(super) fn compute(&mut self, tokens: u64) {
-        self.computed = self.computed.saturating_add(tokens);
     }
 
     pub(super) fn begin(&mut self, id: RequestId) {
@@ -262,13 +253,20 @@ impl<K: Copy> Instance<K> {
         (!is_behind).then_some(busy_us.max(0.0))
     }
 
-    /// What it has computed, and can keep.
-    pub(super) fn memory(&self) -> Memory {
+    /// Tokens that it has memory for, tiers included.
+    pub(super) fn token_capacity(&self) -> u64 {
         let of = &self.report.load;
         let blocks = u64::from(of.blocks_total).saturating_add(of.tier_blocks);
         // Of one that reports no memory nothing is known, but that it was sent there.
-        let capacity = if blocks == 0 { u64::MAX } else { blocks.saturating_mul(of.block_tokens.into()) };
-        Memory { computed: self.computed, capacity }
+        if blocks == 0 { u64::MAX } else { blocks.saturating_mul(of.block_tokens.into()) }
+    }
+
+    /// rBlocks that it lends at most, and that it can lend now.
+    pub(super) fn lendable(&self, now_ms: u64) -> (u64, u64) {
+        let (most, lent) = (self.report.load.blocks_lend_max, self.report.load.blocks_lent);
+        let room = self.room(now_ms);
+        let free = if room.is_open() { room.blocks.max(0).unsigned_abs() } else { 0 };
+        (most.into(), u64::from(most.saturating_sub(lent)).min(free))
     }
 
     /// Whether it has nothing to do as far as is known.

@@ -21,6 +21,7 @@ fn report(instance: u32, at_ms: u64, free: u32, running: u32) -> Report<u32> {
         prefills: true,
         block_tokens: BLOCK_TOKENS,
         blocks_total: 1_000,
+        blocks_lend_max: 1_000,
         blocks_free: free,
         running,
         ..InstanceLoad::default()
@@ -157,6 +158,59 @@ fn a_head_borrows_when_no_instance_holds_it_soon() {
     gateway.report(&pool);
     let (head, started) = gateway.arrive(600);
     assert_eq!(started, [(head, 1)]);
+}
+
+/// Another gateway's requests take what becomes free: here it has no place that holds against them.
+#[test]
+fn a_head_that_nothing_has_memory_for_waits_on_at_an_instance() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    let pool = [(1, 200, 4), (2, 250, 4)];
+    gateway.report(&pool);
+    let (head, started) = gateway.arrive(600);
+    assert_eq!(started, []);
+    gateway.at_ms += DISPATCH_WHOLE_MS - 1;
+    assert_eq!(gateway.report(&pool), []);
+    assert_eq!(gateway.pass(1), [(head, 2)]);
+    assert!(!gateway.core.may_hand_back(RequestId(head)));
+}
+
+#[test]
+fn nothing_is_borrowed_where_nothing_is_lent() {
+    // Two instances with 400 and 350 free of 1,000, whose long answers free no memory for a long time.
+    let starts = |blocks, lend_max, lent| {
+        let mut gateway = Gateway::new(Mode::LeastWork);
+        gateway.core.policy.answer_tokens = 1e6;
+        let reports = [report(1, gateway.at_ms, 400, 4), report(2, gateway.at_ms, 350, 4)].map(|mut of| {
+            (of.load.blocks_lend_max, of.load.blocks_lent) = (lend_max, lent);
+            of
+        });
+        gateway.handle(Event::Reports { reports: reports.to_vec(), elsewhere: Elsewhere::default() });
+        gateway.arrive(blocks).1.len() == 1
+    };
+    assert!(starts(600, 300, 0) && !starts(600, 300, 200) && !starts(600, 0, 0));
+    // What an instance and its lenders cannot hold is the instance's to refuse.
+    assert!(starts(1_301, 300, 0) && !starts(1_300, 300, 0) && starts(1_001, 0, 0));
+}
+
+/// The small one would borrow, or refuse it.
+#[test]
+fn a_request_that_the_only_large_instance_gives_back_waits_for_it() {
+    let mut gateway = Gateway::new(Mode::LeastWork);
+    let small = |at_ms| {
+        let mut of = report(2, at_ms, 100, 0);
+        of.load.blocks_total = 100;
+        of
+    };
+    let reports = vec![report(1, gateway.at_ms, 900, 1), small(gateway.at_ms)];
+    gateway.handle(Event::Reports { reports, elsewhere: Elsewhere::default() });
+    let (id, started) = gateway.arrive(600);
+    assert_eq!(started, [(id, 1)]);
+    assert_eq!(gateway.handle(Event::HandedBack { id: RequestId(id) }), []);
+    assert_eq!(gateway.core.head(), Some((RequestId(id), Some(1))), "it waits for that one's memory");
+    gateway.at_ms += HAND_BACK_REST_MS - 1;
+    let reports = vec![report(1, gateway.at_ms, 900, 1), small(gateway.at_ms)];
+    assert_eq!(gateway.handle(Event::Reports { reports, elsewhere: Elsewhere::default() }), []);
+    assert_eq!(gateway.pass(1), [(id, 1)]);
 }
 
 #[test]
@@ -531,6 +585,23 @@ fn a_wait_for_a_prefix_ends_with_its_instance_and_at_its_deadline() {
     }
     assert_eq!(gateway.pass(499), []);
     assert_eq!(gateway.pass(1), [(next, 2)]);
+}
+
+/// It asked for a rest: no report names it for a while. A new process at its address has nothing.
+#[test]
+fn a_prefix_outlives_a_rest_and_no_restart() {
+    let mut gateway = Gateway::where_one_is_cached(0);
+    let rest = |gateway: &mut Gateway, incarnation| {
+        let (reports, elsewhere) = (vec![busy(2, gateway.at_ms, 0)], Elsewhere::default());
+        gateway.handle(Event::Reports { reports, elsewhere });
+        let mut reports = vec![busy(1, gateway.at_ms, 0), busy(2, gateway.at_ms, 0)];
+        reports[0].load.incarnation = incarnation;
+        gateway.handle(Event::Reports { reports, elsewhere });
+        let hashes = (0..9).map(|n| (1 << 8) | n).collect();
+        gateway.core.cached(&PrefixHashes { hashes, tokens_per_hash: 1_000.0 }).at(1)
+    };
+    assert_eq!(rest(&mut gateway, 0), 9_000);
+    assert_eq!(rest(&mut gateway, 7), 0);
 }
 
 /// A request that was sent elsewhere than it was bound to leaves its prefix there.

@@ -1,8 +1,9 @@
 //! The order of the queue: tenants by their share, and a tenant's requests by priority and age.
 //!
-//! Start-time fair queueing: a tenant's work is charged when a request of it is started, and the tenant with the least charged
-//! work is next. One that comes back begins at the charge of the one that was started last, not at what it missed meanwhile. Within a
-//! tenant a lower `priority` stands further ahead by a fixed time, so that nobody is overtaken for ever.
+//! Weighted fair queueing with equal weights: a tenant's work is charged when a request of it is started, corrected when that ends, and the
+//! tenant with the least charged work is next. One that is new, or comes back, begins at the virtual time: what each waiting tenant has got
+//! if all get the same. So its past is not saved, and tenants that are all new cannot starve one that was charged. Within a tenant a
+//! lower `priority` stands further ahead by a fixed time, so that nobody is overtaken for ever.
 
 use super::RequestId;
 use crate::mutants::{self, Mutant};
@@ -64,7 +65,7 @@ pub(super) struct Turns {
     tenants: BTreeMap<Arc<str>, Tenant>,
     /// Tenants with waiting requests: by charge, and then by the turn of the first of these.
     order: BTreeSet<(Charge, Turn, Arc<str>)>,
-    /// Charge of the tenant that was started last, before that.
+    /// The virtual time: never less than the charge of a tenant at its start.
     floor: f64,
 }
 
@@ -101,7 +102,8 @@ impl Turns {
     /// Takes a request out: it is started, and costs `work`.
     pub(super) fn start(&mut self, tenant: &Arc<str>, (turn, bytes): (Turn, usize), work: f64) {
         let charged = self.tenants.get(tenant).map_or(0.0, |tenant| tenant.charged.0);
-        self.floor = self.floor.max(charged);
+        // One more may come, and is not behind all that wait.
+        self.floor = self.floor.max(charged) + work / crate::perf::as_f64(1 + self.order.len() as u64);
         self.change(tenant, |tenant| {
             tenant.leave(turn, bytes);
             tenant.charged.0 += if mutants::is(Mutant::TenantUncharged) { 0.0 } else { work };
@@ -109,9 +111,15 @@ impl Turns {
         self.forget();
     }
 
-    /// Takes the charge for a request back that did not run after all.
-    pub(super) fn give_back(&mut self, tenant: &Arc<str>, work: f64) {
-        self.change(tenant, |tenant| tenant.charged.0 -= work);
+    /// Adds what a request took beyond its charge; negative for one that took less, or did not run after all.
+    pub(super) fn correct(&mut self, tenant: &Arc<str>, more: f64) {
+        if more > 0.0 {
+            // One that was dropped had the floor's charge.
+            let charged = Charge(self.floor);
+            self.tenants.entry(Arc::clone(tenant)).or_insert_with(|| Tenant { charged, ..Tenant::default() });
+        }
+        self.change(tenant, |tenant| tenant.charged.0 += more);
+        self.forget();
     }
 
     /// Drops tenants that would begin at the floor anyway, and the least charged beyond the bound.
@@ -187,9 +195,56 @@ mod tests {
         let _ = add(&mut turns, 4, &old, 1.0);
         let _ = add(&mut turns, 5, &new, 60.0);
         let all = add(&mut turns, 6, &new, 60.0);
-        assert_eq!([started(&mut turns, &all), started(&mut turns, &all)], [Some(5), Some(6)]);
-        let all = add(&mut turns, 7, &new, 1.0);
-        assert_eq!(started(&mut turns, &all), Some(4));
+        assert_eq!([started(&mut turns, &all), started(&mut turns, &all)], [Some(5), Some(4)]);
+        let all = add(&mut turns, 7, &old, 1.0);
+        assert_eq!(started(&mut turns, &all), Some(7));
+        assert_eq!(started(&mut turns, &all), Some(6));
+    }
+
+    /// Whoever names a new tenant with each request would be first for ever: `cache_salt` is the client's word.
+    #[test]
+    fn tenants_that_are_all_new_do_not_starve_one_that_was_charged() {
+        let (mut turns, mut all) = (Turns::default(), BTreeMap::new());
+        let mut add = |turns: &mut Turns, n: u64, tenant: &str, work| {
+            let (turn, tenant): (_, Arc<str>) = (turn(n, 0, RequestId(n)), tenant.into());
+            turns.add(&tenant, turn, 1);
+            all.insert(RequestId(n), (tenant, turn, work));
+            all.clone()
+        };
+        let all = add(&mut turns, 0, "old", 100.0);
+        assert_eq!(started(&mut turns, &all), Some(0));
+        let _ = add(&mut turns, 1, "old", 100.0);
+        // Four of them wait at a time.
+        (2..6).for_each(|n| drop(add(&mut turns, n, &n.to_string(), 100.0)));
+        let before = (6..).take_while(|n| {
+            let all = add(&mut turns, *n, &n.to_string(), 100.0);
+            started(&mut turns, &all) != Some(1)
+        });
+        assert!((1..=12).contains(&before.count()));
+    }
+
+    #[test]
+    fn what_a_request_took_counts_and_not_what_was_expected() {
+        let (mut turns, mut all) = (Turns::default(), BTreeMap::new());
+        let (long, short): (Arc<str>, Arc<str>) = ("long".into(), "short".into());
+        for n in 0..8 {
+            let (tenant, turn) = (if n % 2 == 0 { &long } else { &short }, turn(n, 0, RequestId(n)));
+            turns.add(tenant, turn, 1);
+            all.insert(RequestId(n), (Arc::clone(tenant), turn, 10.0));
+        }
+        assert_eq!([started(&mut turns, &all), started(&mut turns, &all)], [Some(0), Some(1)]);
+        turns.correct(&long, 25.0);
+        turns.correct(&short, -5.0);
+        let order: Vec<u64> = std::iter::from_fn(|| started(&mut turns, &all)).collect();
+        assert_eq!(order, [3, 5, 7, 2, 4, 6]);
+        // Of one that has gone meanwhile it counts as well.
+        let gone: Arc<str> = "gone".into();
+        turns.correct(&gone, 1e3);
+        turns.add(&gone, turn(8, 0, RequestId(8)), 1);
+        turns.add(&short, turn(9, 0, RequestId(9)), 1);
+        assert_eq!(turns.next(), Some(RequestId(9)));
+        turns.correct(&"never".into(), -1.0);
+        assert!(!turns.tenants.contains_key("never"));
     }
 
     #[test]
