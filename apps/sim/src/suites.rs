@@ -7,7 +7,10 @@ use lagoon_sim::paper::traces::{Output, TABLE_1, Workload, table_2, to_csv};
 use lagoon_sim::paper::{caching, longtail, report, serving};
 use std::path::PathBuf;
 use std::sync::Mutex;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// Time between two lines of progress.
+const SAY_EVERY: Duration = Duration::from_secs(10);
 
 /// Commands of `lagoon-sim` besides runs by seed.
 #[derive(Clone, Debug, clap::Subcommand)]
@@ -87,7 +90,8 @@ pub(crate) struct PaperArgs {
     /// Only panels whose figure and name contain this, as "v2 10a: trace 0" or "8xtp1"; they go to chosen.csv.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Only goodput against vLLM-multi under both readings of dispatch, of the panels named by --only; to readings.md.
+    /// Goodput against vLLM-multi under both readings of dispatch instead, of the panels named by --only; to readings.md. On two cores "trace 0,
+    /// LLaMA2-7B, 4xtp1" takes half an hour with --quick, the others three and six times as long.
     #[arg(long)]
     readings: bool,
     /// Where the files go.
@@ -139,12 +143,12 @@ pub(crate) fn run(command: &Suite) -> anyhow::Result<()> {
 fn paper(args: &PaperArgs) -> anyhow::Result<()> {
     let size = if args.quick { Size::quick(args.seed) } else { Size::full(args.seed) };
     let begun = Instant::now();
-    let last = Mutex::new(String::new());
+    let last = Mutex::new((String::new(), begun));
     let say = |what: &str, at: usize, of: usize| {
         let mut last = last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if *last != what || at == of {
+        if last.0 != what || at == of || last.1.elapsed() >= SAY_EVERY {
             eprintln!("{:5.0} s  {what}: {at} of {of}", begun.elapsed().as_secs_f64());
-            what.clone_into(&mut last);
+            *last = (what.to_owned(), Instant::now());
         }
     };
     if args.readings {

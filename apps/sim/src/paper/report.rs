@@ -28,7 +28,6 @@ pub fn tables(results: &Results) -> String {
         size.seed, size.short, size.grown, size.long, size.dataset, results.seconds
     );
     longest(&mut text);
-    readings(&mut text, &results.readings);
     ratios(&mut text, "Lagoon over vLLM-multi, outputs of at most 512 tokens", AGAINST_MULTI, &results.against_multi);
     ratios(
         &mut text,
@@ -292,6 +291,11 @@ mod tests {
         let results = suite::run(Size::tiny(1), &|_, _, _| ());
         let dir = std::env::temp_dir().join(format!("lagoon-paper-{}", std::process::id()));
         suite::write(&results, &dir).unwrap();
+        let readings = suite::run_readings(Size::tiny(1), "trace 0, LLaMA2-7B, 4xtp1", &|_, _, _| ());
+        let mut text = String::new();
+        super::readings(&mut text, &readings);
+        assert!(text.matches("LLaMA2-7B, 4xtp1").count() == 7 && !text.contains("NaN"), "{text}");
+        assert_eq!(super::readings_csv(&readings).lines().count(), 5);
         for name in ["contexts", "against-multi", "against-single", "debtor-creditor", "dgfm"] {
             for ext in ["csv", "svg"] {
                 let text = std::fs::read_to_string(dir.join(format!("{name}.{ext}"))).unwrap();

@@ -38,8 +38,7 @@ pub struct Size {
     pub bar: usize,
     /// Requests of the run over time.
     pub over_time: usize,
-    /// Panels of v2 Figure 10 (a) whose goodput is searched, and the seeds of that.
-    pub goodput_panels: usize,
+    /// Seeds of searches for goodput on panels of v2 Figure 10 (a).
     pub goodput_seeds: &'static [u64],
     /// Factors on the requests of traces 0 to 2 there.
     pub goodput_factors: [usize; 3],
@@ -60,7 +59,6 @@ impl Size {
             shares,
             bar: 4_000,
             over_time: 400,
-            goodput_panels: 6,
             goodput_seeds: &[1, 2, 3],
             goodput_factors: [1, 3, 6],
         }
@@ -80,7 +78,6 @@ impl Size {
             shares,
             bar: 600,
             over_time: 120,
-            goodput_panels: 3,
             goodput_seeds: &[1, 2, 3],
             goodput_factors: [1, 3, 6],
         }
@@ -99,7 +96,6 @@ impl Size {
             shares: &[0.8],
             bar: 4,
             over_time: 8,
-            goodput_panels: 1,
             goodput_seeds: &[1],
             goodput_factors: [1; 3],
         }
@@ -115,8 +111,6 @@ pub struct Results {
     /// v2 Figure 10 (a), with bounded outputs (curves) and with grown ones (maxima).
     pub against_multi: Vec<Compared>,
     pub against_multi_grown: Vec<Compared>,
-    /// The same under both readings of dispatch, by goodput.
-    pub readings: Vec<Readings>,
     /// v2 Figure 10 (b).
     pub against_single: Vec<Compared>,
     /// v1 Figure 8: maxima.
@@ -213,7 +207,7 @@ pub const STUDIES: [(&str, Study); 4] = [
     ("both, and a network without cost", study(true, true, true)),
 ];
 
-/// Runs everything. `say` reports progress.
+/// Runs everything but the readings of dispatch ([`run_readings`]), which take hours. `say` reports progress.
 #[must_use]
 pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
     let begun = Instant::now();
@@ -237,7 +231,6 @@ pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
     Results {
         size,
         against_multi: compare("against vLLM-multi", &bounded, size.shares),
-        readings: run_readings(size, "", say),
         against_multi_grown: compare("against vLLM-multi, generated contexts", &grown, &[]),
         against_single: compare("against vLLM-single", &against_single(&size), size.shares),
         datasets: compare("datasets of v1", &datasets(&size), &[0.9]),
@@ -258,7 +251,6 @@ pub fn run_readings(size: Size, wanted: &str, say: &(dyn Fn(&str, usize, usize) 
     for (at, panel) in panels.iter_mut().enumerate() {
         panel.requests *= size.goodput_factors[at % size.goodput_factors.len()];
     }
-    panels.truncate(size.goodput_panels);
     panels.retain(|c| c.name.contains(wanted));
     readings::readings(&panels, size.goodput_seeds, &|at, of| say("goodput against vLLM-multi", at + 1, of))
 }
@@ -293,7 +285,6 @@ pub fn write(results: &Results, out: &Path) -> std::io::Result<()> {
         results.against_multi.iter().chain(&results.against_multi_grown).cloned().collect();
     put("against-multi.csv", serving::to_csv(&against_multi))?;
     put("against-multi.svg", figure("Lagoon and vLLM-multi (v2 Figure 10a)", &panels(&results.against_multi), 3)?)?;
-    put("readings.csv", report::readings_csv(&results.readings))?;
     put("against-single.csv", serving::to_csv(&results.against_single))?;
     put("against-single.svg", figure("Lagoon and vLLM-single (v2 Figure 10b)", &panels(&results.against_single), 3)?)?;
     put("datasets.csv", serving::to_csv(&results.datasets))?;
