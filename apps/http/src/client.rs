@@ -130,6 +130,18 @@ impl Response {
         })
     }
 
+    /// The same response with its body read, of at most `bytes_max` bytes: its connection is free.
+    ///
+    /// # Errors
+    /// If the body breaks off, is longer, or takes longer than `deadline`.
+    pub async fn buffered(self, bytes_max: usize, deadline: Duration) -> Result<Self, SendError> {
+        let Self { head, body, silence } = self;
+        let rest = Self { head: head.clone(), body, silence };
+        let read = timeout(deadline, rest.bytes(bytes_max)).await;
+        let body = read.unwrap_or_else(|_elapsed| Err(silent(deadline)))?;
+        Ok(Self { head, body: Body::from(body), silence })
+    }
+
     /// Reads the whole body, of at most `bytes_max` bytes.
     ///
     /// # Errors

@@ -256,7 +256,7 @@ async fn embed(
     let mut running = Running::new(generation);
     let deadline = state.limits.first_token_deadline;
     let result = timeout(deadline, running.embedding()).await.unwrap_or_else(|_elapsed| {
-        Err(ApiError::late(format!("an embedding took longer than {} s", deadline.as_secs())))
+        Err(ApiError::unavailable(format!("an embedding took longer than {} s", deadline.as_secs())))
     });
     running.end(if result.is_ok() { metrics::Outcome::Stop } else { metrics::Outcome::Failed });
     result.map_err(|mut error| {

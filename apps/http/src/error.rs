@@ -12,8 +12,10 @@ use serde::Serialize;
 pub const ERROR_HEADER: HeaderName = HeaderName::from_static("x-lagoon-error");
 /// Error code of a request beyond its key's rate; no sign of the server's load.
 pub const RATE_LIMIT_EXCEEDED: &str = "rate_limit_exceeded";
-/// Error code of a request that took too long; sent elsewhere it would take as long again.
-pub const DEADLINE_EXCEEDED: &str = "deadline_exceeded";
+/// Error code of a request to an instance whose queue is full.
+pub const QUEUE_FULL: &str = "queue_full";
+/// Error code of a request to an instance that takes none now.
+pub const NOT_SERVING: &str = "not_serving";
 /// Error code of a request that an instance gives back to the gateway that offered to take it. No client sees it.
 pub const HANDED_BACK: &str = "handed_back";
 
@@ -73,12 +75,6 @@ impl ApiError {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, Some("unavailable"), message)
     }
 
-    /// A 503 for what took longer than its deadline.
-    #[must_use]
-    pub fn late(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::SERVICE_UNAVAILABLE, Some(DEADLINE_EXCEEDED), message)
-    }
-
     /// A 500, for a bug of ours: the message is sent, details are only logged.
     #[must_use]
     pub fn internal(message: impl Into<String>) -> Self {
@@ -96,9 +92,10 @@ impl ApiError {
             }
             RequestError::QueueFull { .. } => Self {
                 retry_after_s: Some(retry_after_s),
-                ..Self::new(StatusCode::TOO_MANY_REQUESTS, Some("queue_full"), message)
+                ..Self::new(StatusCode::TOO_MANY_REQUESTS, Some(QUEUE_FULL), message)
             },
             RequestError::Unavailable(_) => Self::unavailable(message),
+            RequestError::NotServing(_) => Self::new(StatusCode::SERVICE_UNAVAILABLE, Some(NOT_SERVING), message),
             RequestError::HandedBack => Self::new(StatusCode::SERVICE_UNAVAILABLE, Some(HANDED_BACK), message),
             RequestError::Internal(_) => Self::internal(message),
         }

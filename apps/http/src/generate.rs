@@ -140,7 +140,10 @@ impl Sequence {
                 Ok(TokenEvent::Token { id, logprobs, logits }) => Ok(self.token(Token { id, logprobs, logits })),
                 Ok(TokenEvent::Finished { reason, .. }) => Ok(Some(self.finished(reason))),
                 Ok(TokenEvent::Failed(error)) => Err(Failure {
-                    again: matches!(error, RequestError::Unavailable(_) | RequestError::HandedBack),
+                    again: matches!(
+                        error,
+                        RequestError::Unavailable(_) | RequestError::NotServing(_) | RequestError::HandedBack
+                    ),
                     error: ApiError::from_request_error(&error, self.retry_after_s),
                 }),
                 Err(error) => Err(Failure { error, again: false }),
@@ -171,7 +174,7 @@ impl Sequence {
                 Ok(event)
             }
             Ok(None) => Err(ApiError::unavailable("the engine dropped the request")),
-            Err(_elapsed) => Err(ApiError::late(format!("{what} took longer than {} s", deadline.as_secs()))),
+            Err(_elapsed) => Err(ApiError::unavailable(format!("{what} took longer than {} s", deadline.as_secs()))),
         })
     }
 

@@ -796,5 +796,5 @@ impl NodeLoop {
 
 /// The error of requests after the loop has ended.
 pub(crate) fn gone() -> RequestError {
-    RequestError::Unavailable("the instance is shutting down".to_owned())
+    RequestError::NotServing("the instance is shutting down".to_owned())
 }

@@ -60,9 +60,9 @@ pub(crate) struct PoolRow {
     /// Batch and queue of its last heartbeat, for dispatch.
     #[serde(skip)]
     pub(crate) load: Option<Load>,
-    /// The number that the instance drew when it registered: another one has nothing cached.
+    /// The number that the instance drew when it registered; none before a heartbeat.
     #[serde(skip)]
-    pub(crate) incarnation: u64,
+    pub(crate) incarnation: Option<u64>,
 }
 
 /// rBlocks moved for an instance's requests, with the fields of its own status.
@@ -265,6 +265,7 @@ pub(crate) struct GManagerRow {
 impl From<InstanceStatus> for PoolRow {
     fn from(row: InstanceStatus) -> Self {
         let role = role_name(row.role()).to_owned();
+        let incarnation = row.heartbeat.as_ref().map(|h| h.incarnation);
         let h = row.heartbeat.unwrap_or_default();
         Self {
             instance: row.instance,
@@ -290,7 +291,7 @@ impl From<InstanceStatus> for PoolRow {
             cache: h.cache.as_deref().map(CacheRow::from),
             calibration: row.calibration.as_ref().map(CalibrationRow::from),
             load: h.load,
-            incarnation: h.incarnation,
+            incarnation,
         }
     }
 }

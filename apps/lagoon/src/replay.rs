@@ -19,7 +19,7 @@ use futures::{Stream, StreamExt};
 use lagoon_cluster::dispatch::{Aborted, Next, Progress, Replay, Resend};
 use lagoon_http::access::{REPORT_HEADER, Report};
 use lagoon_http::client::{Response, SendError};
-use lagoon_http::error::{DEADLINE_EXCEEDED, ERROR_HEADER, HANDED_BACK, RATE_LIMIT_EXCEEDED};
+use lagoon_http::error::{ERROR_HEADER, HANDED_BACK, NOT_SERVING, QUEUE_FULL, RATE_LIMIT_EXCEEDED};
 use lagoon_http::journal::{self, HAND_BACK_HEADER, Journal, Read, Resume};
 use lagoon_http::keys::TENANT_HEADER;
 use lagoon_http::{ApiError, Bodies, Caller, Holder, Limits, Share};
@@ -34,6 +34,8 @@ use std::time::{Duration, Instant, SystemTime};
 const EVENT_BYTES_MAX: usize = 64 << 20;
 /// Bytes read of an error response.
 const REFUSAL_BYTES_MAX: usize = 64 << 10;
+/// Time to read one before another instance is asked.
+const REFUSAL_DEADLINE: Duration = Duration::from_secs(2);
 /// Bytes of a request body that count as one token.
 const BYTES_PER_TOKEN: u64 = 4;
 /// Paths whose requests only compute a response, and whose streams have a journal.
@@ -235,16 +237,22 @@ impl Attempts {
             match sent {
                 Ok(response) if is_handed_back(&response) && self.may_hand_back() => {
                     self.queue_again();
-                    (refused, refusal) = (None, None);
+                    self.count_refusal(refusal.take());
+                    refused = None;
                 }
-                Ok(response) if !self.streaming && self.may_go_elsewhere(&response) => {
-                    self.upstreams.counts.request(&backend.name, response.status().as_str());
-                    self.replay.refuse();
-                    refusal = Some((backend, response));
-                }
-                Ok(response) if !self.streaming || is_event_stream(&response) => {
+                Ok(response) if !self.is_refusal(&response) => {
+                    self.count_refusal(refusal);
                     self.replay.answered();
                     return Ok((backend, response));
+                }
+                Ok(response) if self.replay.waits_for_turn() => {
+                    self.count_refusal(refusal.take());
+                    self.replay.refuse();
+                    // Read, so that it holds no connection while others are asked.
+                    match response.buffered(REFUSAL_BYTES_MAX, REFUSAL_DEADLINE).await {
+                        Ok(response) => refusal = Some((backend, response)),
+                        Err(why) => refused = Some(ApiError::unavailable(format!("{} refused: {why}", backend.name))),
+                    }
                 }
                 Ok(response) => match self.refusal(&backend, response).await {
                     error if passes(error.status) => {
@@ -262,9 +270,20 @@ impl Attempts {
                     let why = format!("no instance could be reached, lastly {}", backend.name);
                     refused = Some(ApiError::unavailable(why));
                 }
-                Err(Unanswered::Lost(why)) => _ = self.lose(&backend, &why)?,
+                Err(Unanswered::Lost(why)) => {
+                    self.count_refusal(refusal.take());
+                    self.lose(&backend, &why)?;
+                }
             }
         }
+    }
+
+    /// Counts a refusal that no client gets.
+    fn count_refusal(&self, refusal: Option<(Backend, Response)>) {
+        let status = |(backend, response): (Backend, Response)| {
+            self.upstreams.counts.request(&backend.name, response.status().as_str());
+        };
+        refusal.map_or((), status);
     }
 
     /// Has the instances to try next. A request that generates waits for its turn first, unless it lost an instance: what its client
@@ -311,12 +330,15 @@ impl Attempts {
         self.replay.waits_for_turn() && self.ticket.as_ref().is_some_and(Ticket::may_hand_back)
     }
 
-    /// Whether an instance refused a request, not begun, that another one may take: its queue is full, or it stops or changes its role.
-    fn may_go_elsewhere(&self, response: &Response) -> bool {
-        let is_refusal = matches!(response.status(), StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE);
+    /// Whether an instance refused a request that another one may take. Of a stream that has begun, any other answer is a refusal.
+    fn is_refusal(&self, response: &Response) -> bool {
+        if self.streaming {
+            return !is_event_stream(response);
+        }
+        // A 503 may also end what has begun, such as a wait of minutes for memory or a step that broke the device: the code tells.
+        let is_busy = matches!(response.status(), StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE);
         let code = response.headers().get(ERROR_HEADER);
-        let is_final = |code: &HeaderValue| code == RATE_LIMIT_EXCEEDED || code == DEADLINE_EXCEEDED;
-        self.request.pure && is_refusal && !code.is_some_and(is_final)
+        self.request.pure && is_busy && code.is_none_or(|code| code == QUEUE_FULL || code == NOT_SERVING)
     }
 
     /// Queues a request again that its instance gave back.

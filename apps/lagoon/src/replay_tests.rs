@@ -460,15 +460,38 @@ async fn a_fresh_request_that_an_instance_refuses_goes_to_another() {
         let (full, asked) = refusing(header).await;
         let upstreams = upstreams(vec![backend("full", &full, 3000), backend("well", &well, 1)]);
         leave(&upstreams, left);
-        let (found, answer) = lost_with(&upstreams, 0).await.respond(None).await.unwrap();
+        let mut attempts = lost_with(&upstreams, 0).await;
+        let (found, answer) = attempts.respond(None).await.unwrap();
+        attempts.count(&found, &answer);
         assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 1);
+        let counts = upstreams.counts.render(|_| true);
+        let refusals = counts.lines().find(|line| line.contains("\"503\"")).and_then(|line| line.rsplit(' ').next());
+        assert_eq!(refusals, Some("1"), "counted once, whoever answers: {counts}");
         (found.name, answer.status().as_u16(), answer.headers().contains_key("retry-after"))
     };
     assert_eq!(answered("retry-after: 60\r\n", 1).await, ("well".into(), 200, false));
     assert_eq!(answered("retry-after: 60\r\n", 0).await, ("full".into(), 503, true));
-    for code in ["rate_limit_exceeded", "deadline_exceeded"] {
-        assert_eq!(answered(&format!("x-lagoon-error: {code}\r\n"), 9).await, ("full".into(), 503, false), "{code}");
+    for (code, name, status) in [
+        ("not_serving", "well", 200),
+        ("queue_full", "well", 200),
+        // It may have waited there for minutes, or broken the device.
+        ("unavailable", "full", 503),
+        ("rate_limit_exceeded", "full", 503),
+    ] {
+        let (found, answer, _) = answered(&format!("x-lagoon-error: {code}\r\n"), 9).await;
+        assert_eq!((found.as_str(), answer), (name, status), "{code}");
     }
+}
+
+/// A request without streaming that lost its instance waits for another one as a stream does, and then says who refused.
+#[tokio::test]
+async fn a_lost_request_that_all_refuse_says_so_at_its_deadline() {
+    let (full, _) = refusing("").await;
+    let upstreams = upstreams(vec![backend("full", &full, 1)]);
+    let mut attempts = lost_with(&upstreams, 1).await;
+    attempts.streaming = false;
+    let error = attempts.respond(None).await.unwrap_err();
+    assert!(error.code == Some("instance_lost") && error.message.contains("full refused"), "{error:?}");
 }
 
 /// One tenant's rate put the instance behind all others, for everybody.

@@ -1,8 +1,8 @@
 //! The shipped [`Dispatcher`] and [`Replay`] before modelled instances: random requests, instances that come, go, fall behind and give
 //! requests back, some requests that kill instances, and reports that are old. A seed replays a run.
 //!
-//! Checked: a request is bound once, and again only after it was given back; none is forgotten; all are answered that no client leaves, as long
-//! as there are instances which take them; a waiting
+//! Checked: a request is bound once, and again only after it was given back; none is forgotten: each is answered, or left by its client, or
+//! given up after losses, and refused only where there is no instance; a waiting
 //! head is passed a bounded number of times on the memory that it waits for; no token of an answer is lost or repeated; a request that
 //! kills instances kills a bounded number; a bounded number of one tenant's requests start before another tenant's only one
 //! ([`run_flooded`]).
@@ -367,8 +367,9 @@ impl World {
         self.states.remove(&id);
         self.clients.remove(&id);
         self.paused.retain(|(_, other)| *other != id);
-        // It found all that was predicted; in a flooded pool nothing was.
-        let cached_tokens = self.asks.get(&id).map(|ask| ask.prompt_tokens).filter(|_| self.hand_backs);
+        // It found all that has a hash.
+        let pieces = |ask: &Ask| prefix(id, ask.blocks(BLOCK_TOKENS)).hashes.len() as u64;
+        let cached_tokens = self.asks.get(&id).map(|ask| pieces(ask) * PIECE_BLOCKS * u64::from(BLOCK_TOKENS));
         let learned = Learned { cached_tokens, answer_tokens: Some(self.rng.below(64)) };
         self.handle(Event::Ended { id: RequestId(id), learned })
     }

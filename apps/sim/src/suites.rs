@@ -91,7 +91,7 @@ pub(crate) struct PaperArgs {
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
     /// Goodput against vLLM-multi under both readings of dispatch instead, of the panels named by --only; to readings.md. On two cores "trace 0,
-    /// LLaMA2-7B, 4xtp1" takes half an hour with --quick, the others three and six times as long.
+    /// LLaMA2-7B, 4xtp1" takes two minutes with --quick, all take an hour.
     #[arg(long)]
     readings: bool,
     /// Where the files go.

@@ -93,7 +93,8 @@ fn cost_of_a_request() {
         for _ in 0..requests {
             // One ends, another one begins, and one comes.
             let ended = bound.pop_front().unwrap();
-            bound.extend(at(core.handle(1_000, Event::Ended { id: ended, learned: Learned::default() })));
+            let learned = Learned { cached_tokens: Some(0), answer_tokens: Some(64) };
+            bound.extend(at(core.handle(1_000, Event::Ended { id: ended, learned })));
             bound.extend(at(arrive(&mut core)));
             core.handle(1_000, Event::Began { id: *bound.back().unwrap() });
         }

@@ -281,6 +281,9 @@ pub enum RequestError {
     /// 503: a creditor, the gManager or the device failed, or a deadline passed.
     #[error("{0}")]
     Unavailable(String),
+    /// 503: the instance takes no requests now; it stops, drains or changes its role. The request has not begun.
+    #[error("{0}")]
+    NotServing(String),
     /// 503, for a gateway only: the instance gave the request back before it began ([`RequestOptions::may_hand_back`]).
     #[error("the instance gave the request back, as it could not start it soon")]
     HandedBack,

@@ -127,6 +127,7 @@ impl Asked {
             // None offers to take a request back.
             RequestError::Invalid(_) | RequestError::Internal(_) | RequestError::HandedBack => false,
             RequestError::TooLong { .. } | RequestError::QueueFull { .. } => self.tokens == 0,
+            RequestError::NotServing(_) => disturbed && self.tokens == 0,
             RequestError::Unavailable(_) => disturbed || self.outgrew(pool),
         }
     }

@@ -543,9 +543,11 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         let is_idle = self.instances.values().all(Instance::is_idle);
         let lent = self.lendable();
         let is_too_large = self.in_turn().all(|key| blocks_at(&key) > self.obtainable(key, lent).0);
+        // Those that can have its memory at all, as far as that is known.
+        let can_hold = |key: &K| is_too_large || blocks_at(key) <= self.obtainable(*key, lent).0;
         if is_idle || is_too_large {
             // No memory becomes free by waiting; the instance knows what it can do.
-            return self.best(keys(), waiting, &self.cached(&waiting.arrival.prefix));
+            return self.best(keys().filter(can_hold), waiting, &self.cached(&waiting.arrival.prefix));
         }
         let head = self.head.filter(|head| head.id == id);
         let waited_ms = head.map_or(0, |head| self.now_ms.saturating_sub(head.since_ms));
@@ -566,7 +568,7 @@ impl<K: Copy + Ord + Debug> Dispatcher<K> {
         }
         if is_pool_sized {
             let kept = head.is_some_and(|head| self.has_waited_for_pool(&head));
-            return if kept { most_free(&mut keys()).map(|(_, key)| key) } else { None };
+            return if kept { most_free(&mut keys().filter(can_hold)).map(|(_, key)| key) } else { None };
         }
         // Other gateways know nothing of what is kept for it here; its place in an instance's queue holds against all of them. But a batch
         // that is full, or prompts ahead, are only waited for.

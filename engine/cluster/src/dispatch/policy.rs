@@ -69,8 +69,8 @@ pub struct InstanceLoad {
     /// Blocks that it may lend in all, and those that it has lent.
     pub blocks_lend_max: u32,
     pub blocks_lent: u32,
-    /// Changes when the instance begins anew, with nothing cached.
-    pub incarnation: u64,
+    /// Another one may have nothing cached: it began anew, or was declared dead meanwhile. None if it is not known.
+    pub incarnation: Option<u64>,
     /// Requests in its batch, and in its queue.
     pub running: u32,
     pub waiting: u32,

@@ -39,7 +39,8 @@ impl<K: PartialEq> CachedAt<K> {
 /// Tokens of prompts and answers that one life of an instance was sent to compute, by this dispatcher and by others that reported it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Computed {
-    incarnation: u64,
+    /// None before a report told.
+    incarnation: Option<u64>,
     /// A number of this count alone: what was noted by another one of the same instance is not there any more.
     count: u64,
     tokens: u64,
@@ -66,12 +67,16 @@ impl<K> Default for Prefixes<K> {
 }
 
 impl<K: Copy + Ord> Prefixes<K> {
-    /// A report names an instance. Another incarnation than before has an empty cache.
-    pub(super) fn see(&mut self, instance: K, incarnation: u64) {
-        if self.computed.get(&instance).is_none_or(|of| of.incarnation != incarnation) {
-            self.uses += 1;
-            self.computed.insert(instance, Computed { incarnation, count: self.uses, tokens: 0 });
+    /// A report names an instance. Of another incarnation than before nothing is believed; one that was declared dead by mistake may have
+    /// kept its cache.
+    pub(super) fn see(&mut self, instance: K, incarnation: Option<u64>) {
+        match self.computed.get_mut(&instance) {
+            Some(of) if incarnation.is_none() || of.incarnation == incarnation => return,
+            Some(of) if of.incarnation.is_none() => return of.incarnation = incarnation,
+            _ => {}
         }
+        self.uses += 1;
+        self.computed.insert(instance, Computed { incarnation, count: self.uses, tokens: 0 });
     }
 
     /// Forgets instances that no report names, if there are too many.
@@ -152,7 +157,7 @@ mod tests {
     /// Prefixes, with instances that reports have named.
     fn with(instances: &str) -> Prefixes<char> {
         let mut prefixes = Prefixes::default();
-        instances.chars().for_each(|instance| prefixes.see(instance, 1));
+        instances.chars().for_each(|instance| prefixes.see(instance, Some(1)));
         prefixes
     }
 
@@ -197,19 +202,20 @@ mod tests {
         prefixes.compute('a', 100);
         prefixes.note(&[1, 2], 'a');
         prefixes.forget_absent(&[]);
-        prefixes.see('a', 1);
-        assert_eq!(cached(&prefixes, &[1, 2], 'a'), 200, "it rested");
-        prefixes.see('a', 2);
+        prefixes.see('a', Some(1));
+        prefixes.see('a', None);
+        assert_eq!(cached(&prefixes, &[1, 2], 'a'), 200, "it rested, and a new gManager has no heartbeat of it yet");
+        prefixes.see('a', Some(2));
         for _ in 0..4 {
             assert_eq!(cached(&prefixes, &[1, 2], 'a'), 0);
             prefixes.compute('a', 50);
         }
         // Those that are long gone are forgotten, also if they come back as they were.
         prefixes.note(&[1, 2], 'a');
-        ('b'..).take(ABSENT_MAX + 1).for_each(|instance| prefixes.see(instance, 1));
+        ('b'..).take(ABSENT_MAX + 1).for_each(|instance| prefixes.see(instance, None));
         prefixes.forget_absent(&['b']);
         assert_eq!(prefixes.computed.len(), 1);
-        prefixes.see('a', 2);
+        prefixes.see('a', Some(2));
         prefixes.compute('a', 200);
         assert_eq!(cached(&prefixes, &[1, 2], 'a'), 0);
     }

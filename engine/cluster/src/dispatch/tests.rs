@@ -595,12 +595,12 @@ fn a_prefix_outlives_a_rest_and_no_restart() {
         let (reports, elsewhere) = (vec![busy(2, gateway.at_ms, 0)], Elsewhere::default());
         gateway.handle(Event::Reports { reports, elsewhere });
         let mut reports = vec![busy(1, gateway.at_ms, 0), busy(2, gateway.at_ms, 0)];
-        reports[0].load.incarnation = incarnation;
+        reports[0].load.incarnation = Some(incarnation);
         gateway.handle(Event::Reports { reports, elsewhere });
         let hashes = (0..9).map(|n| (1 << 8) | n).collect();
         gateway.core.cached(&PrefixHashes { hashes, tokens_per_hash: 1_000.0 }).at(1)
     };
-    assert_eq!(rest(&mut gateway, 0), 9_000);
+    assert_eq!([rest(&mut gateway, 6), rest(&mut gateway, 6)], [9_000; 2]);
     assert_eq!(rest(&mut gateway, 7), 0);
 }
 

@@ -30,7 +30,7 @@ impl Batch {
             }
             _ => {
                 let why = "this instance changes or has changed its role, and takes no requests any more";
-                return Err(RequestError::Unavailable(why.to_owned()));
+                return Err(RequestError::NotServing(why.to_owned()));
             }
         };
         Err(RequestError::Invalid(why.to_owned()))
@@ -45,7 +45,7 @@ impl Batch {
     ) -> Result<(), RequestError> {
         Self::takes_requests(cx)?;
         if cx.standing.drained {
-            return Err(RequestError::Unavailable("this instance was drained and stops".to_owned()));
+            return Err(RequestError::NotServing("this instance was drained and stops".to_owned()));
         }
         let is_embedded = request.options.embedding.is_some();
         if request.prompt.is_empty() || (request.max_tokens == 0) != is_embedded {
