@@ -192,14 +192,14 @@ fn a_decode_worker_finishes_its_requests_before_it_computes_prompts() {
     let late = world.submit(1, greedy(prompt(2, 30, 128), 4));
     world.run_for(ROLE_GRACE_MS + 100);
     let refused = world.submit(1, greedy(prompt(3, 30, 128), 4));
-    assert!(matches!(error_of(&world.requests[refused]), RequestError::Unavailable(why) if why.contains("role")));
+    assert!(matches!(error_of(&world.requests[refused]), RequestError::NotServing(why) if why.contains("role")));
     assert!(world.requests[late].is_over() && !world.requests[0].is_over());
     assert_eq!(role_of(&world, 1), (Role::Decode, Some(Role::Prefill)));
     wait_role(&mut world, 1, Role::Prefill);
     assert!(world.requests[0].is_over());
     // A client without the news is redirected.
     let refused = world.submit(1, greedy(prompt(3, 30, 128), 4));
-    assert!(matches!(error_of(&world.requests[refused]), RequestError::Unavailable(why) if why.contains("role")));
+    assert!(matches!(error_of(&world.requests[refused]), RequestError::NotServing(why) if why.contains("role")));
     wait_workers(&mut world, 2, 2);
     for n in 0..6 {
         world.submit(2, greedy(prompt(10 + n, 60, 128), 4));

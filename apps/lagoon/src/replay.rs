@@ -280,10 +280,9 @@ impl Attempts {
 
     /// Counts a refusal that no client gets.
     fn count_refusal(&self, refusal: Option<(Backend, Response)>) {
-        let status = |(backend, response): (Backend, Response)| {
+        if let Some((backend, response)) = refusal {
             self.upstreams.counts.request(&backend.name, response.status().as_str());
-        };
-        refusal.map_or((), status);
+        }
     }
 
     /// Has the instances to try next. A request that generates waits for its turn first, unless it lost an instance: what its client
