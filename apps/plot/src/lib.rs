@@ -47,9 +47,10 @@ impl<E: std::error::Error + Send + Sync> From<DrawingAreaErrorKind<E>> for DrawE
     }
 }
 
-/// Pixels of a panel, and of the title and legend above all of them.
+/// Pixels of a panel, of the title and a legend of one row above all of them, and of each further row.
 const PANEL: (u32, u32) = (320, 240);
 const HEADER: u32 = 48;
+const LEGEND_ROW: u32 = 16;
 /// Distinguishable also by the colour-blind (Okabe and Ito).
 const COLOURS: [RGBColor; 6] = [
     RGBColor(0x00, 0x72, 0xb2),
@@ -69,20 +70,23 @@ pub fn figure(title: &str, panels: &[Panel], columns: usize) -> Result<String, D
     let columns = columns.clamp(1, panels.len().max(1));
     let rows = panels.len().div_ceil(columns);
     let pixels = |n: usize, each: u32| u32::try_from(n).map_or(u32::MAX, |n| n.saturating_mul(each));
-    let size = (pixels(columns, PANEL.0), HEADER.saturating_add(pixels(rows, PANEL.1)));
     let mut names: Vec<&str> = Vec::new();
     for name in panels.iter().flat_map(|p| &p.series).map(|s| s.name.as_str()) {
         if !names.contains(&name) {
             names.push(name);
         }
     }
+    let width = pixels(columns, PANEL.0);
+    let places = places(&names, width);
+    let header_height = HEADER.saturating_add(LEGEND_ROW * places.last().map_or(0, |(_, row)| *row));
+    let size = (width, header_height.saturating_add(pixels(rows, PANEL.1)));
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, size).into_drawing_area();
         root.fill(&WHITE)?;
-        let (header, body) = root.split_vertically(HEADER);
+        let (header, body) = root.split_vertically(header_height);
         header.draw(&Text::new(title.to_owned(), (10, 6), ("sans-serif", 15)))?;
-        legend(&header, &names)?;
+        legend(&header, &names, &places)?;
         for (area, panel) in body.split_evenly((rows, columns)).iter().zip(panels) {
             let x = bounds(panel.series.iter().flat_map(|s| s.points.iter().map(|p| p.0)), panel.log_x);
             let y = bounds(panel.series.iter().flat_map(|s| s.points.iter().map(|p| p.1)), panel.log_y);
@@ -122,17 +126,31 @@ fn style(index: usize) -> (ShapeStyle, (u32, u32)) {
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-fn legend(header: &Area<'_>, names: &[&str]) -> Result<(), DrawError> {
-    let mut x = 10;
-    for (at, name) in names.iter().enumerate() {
+/// Pixels before each name of a legend, and its row.
+fn places(names: &[&str], width: u32) -> Vec<(u32, u32)> {
+    let (mut x, mut row) = (10, 0);
+    let place = |name: &&str| {
+        let needed = 48 + 7 * u32::try_from(name.chars().count()).unwrap_or(u32::MAX / 16);
+        if x > 10 && x + needed > width {
+            (x, row) = (10, row + 1);
+        }
+        x += needed;
+        (x - needed, row)
+    };
+    names.iter().map(place).collect()
+}
+
+fn legend(header: &Area<'_>, names: &[&str], places: &[(u32, u32)]) -> Result<(), DrawError> {
+    for (at, (name, (x, row))) in names.iter().zip(places).enumerate() {
         let (line, (on, off)) = style(at);
-        let points = [(x, 36), (x + 26, 36)];
+        let pixel = |n: u32| i32::try_from(n).unwrap_or(i32::MAX);
+        let (x, y) = (pixel(*x), pixel(LEGEND_ROW * row));
+        let points = [(x, y + 36), (x + 26, y + 36)];
         match off {
             0 => header.draw(&PathElement::new(points, line))?,
             _ => header.draw(&DashedPathElement::new(points, on, off, line))?,
         }
-        header.draw(&Text::new((*name).to_owned(), (x + 32, 30), ("sans-serif", 11)))?;
-        x += 48 + 7 * i32::try_from(name.chars().count()).unwrap_or(i32::MAX / 16);
+        header.draw(&Text::new((*name).to_owned(), (x + 32, y + 30), ("sans-serif", 11)))?;
     }
     Ok(())
 }
@@ -221,6 +239,14 @@ mod tests {
         assert_eq!(svg.matches("<circle").count(), 8 + 6);
         assert!(svg.contains("two &lt; three") && svg.trim_end().ends_with("</svg>"));
         assert_eq!([short(1234.0), short(0.05), short(2e6), short(12.5)], ["1.2k", "0.05", "2M", "12.5"]);
+    }
+
+    #[test]
+    fn a_long_legend_has_several_rows() {
+        let names = ["short", "a name of thirty characters...", "another one of thirty letters."];
+        assert_eq!(places(&names, 640), [(10, 0), (93, 0), (351, 0)]);
+        assert_eq!(places(&names, 400), [(10, 0), (93, 0), (10, 1)]);
+        assert_eq!(places(&names, 10).last(), Some(&(10, 2)), "one a row at least");
     }
 
     #[test]
