@@ -247,11 +247,9 @@ impl Attempts {
                 }
                 Ok(response) if self.replay.waits_for_turn() => {
                     self.count_refusal(refusal.take());
-                    self.replay.refuse();
-                    // Read, so that it holds no connection while others are asked.
-                    match response.buffered(REFUSAL_BYTES_MAX, REFUSAL_DEADLINE).await {
+                    match self.read_refusal(&backend, response).await {
                         Ok(response) => refusal = Some((backend, response)),
-                        Err(why) => refused = Some(ApiError::unavailable(format!("{} refused: {why}", backend.name))),
+                        Err(error) => refused = Some(error),
                     }
                 }
                 Ok(response) => match self.refusal(&backend, response).await {
@@ -276,6 +274,13 @@ impl Attempts {
                 }
             }
         }
+    }
+
+    /// Reads a refusal, so that it holds no connection while others are asked.
+    async fn read_refusal(&mut self, backend: &Backend, response: Response) -> Result<Response, ApiError> {
+        self.replay.refuse();
+        let unread = |why| ApiError::unavailable(format!("{} refused: {why}", backend.name));
+        response.buffered(REFUSAL_BYTES_MAX, REFUSAL_DEADLINE).await.map_err(unread)
     }
 
     /// Counts a refusal that no client gets.

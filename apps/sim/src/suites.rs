@@ -90,8 +90,8 @@ pub(crate) struct PaperArgs {
     /// Only panels whose figure and name contain this, as "v2 10a: trace 0" or "8xtp1"; they go to chosen.csv.
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Goodput against vLLM-multi under both readings of dispatch instead, of the panels named by --only; to readings.md. On two cores "trace 0,
-    /// LLaMA2-7B, 4xtp1" takes two minutes with --quick, all take an hour.
+    /// Goodput against vLLM-multi under both readings of dispatch instead, of the panels named by --only; to readings.md. On two cores and with
+    /// --quick "trace 0, LLaMA2-7B, 4xtp1" takes two minutes and trace 1 seven; trace 2 takes more than an hour, and eight instances twice as long.
     #[arg(long)]
     readings: bool,
     /// Where the files go.

@@ -207,7 +207,7 @@ pub const STUDIES: [(&str, Study); 4] = [
     ("both, and a network without cost", study(true, true, true)),
 ];
 
-/// Runs everything but the readings of dispatch ([`run_readings`]), which take an hour. `say` reports progress.
+/// Runs everything but the readings of dispatch ([`run_readings`]), which take hours. `say` reports progress.
 #[must_use]
 pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
     let begun = Instant::now();

@@ -39,7 +39,7 @@ impl<K: PartialEq> CachedAt<K> {
 /// Tokens of prompts and answers that one life of an instance was sent to compute, by this dispatcher and by others that reported it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Computed {
-    /// None before a report told.
+    /// None before it was reported.
     incarnation: Option<u64>,
     /// A number of this count alone: what was noted by another one of the same instance is not there any more.
     count: u64,
