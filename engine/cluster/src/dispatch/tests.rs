@@ -201,14 +201,14 @@ fn a_request_that_the_only_large_instance_gives_back_waits_for_it() {
         of.load.blocks_total = 100;
         of
     };
-    let reports = vec![report(1, gateway.at_ms, 900, 1), small(gateway.at_ms)];
+    let reports = vec![report(1, gateway.at_ms, 900, 0), small(gateway.at_ms)];
     gateway.handle(Event::Reports { reports, elsewhere: Elsewhere::default() });
     let (id, started) = gateway.arrive(600);
     assert_eq!(started, [(id, 1)]);
     assert_eq!(gateway.handle(Event::HandedBack { id: RequestId(id) }), []);
     assert_eq!(gateway.core.head(), Some((RequestId(id), Some(1))), "it waits for that one's memory");
     gateway.at_ms += HAND_BACK_REST_MS - 1;
-    let reports = vec![report(1, gateway.at_ms, 900, 1), small(gateway.at_ms)];
+    let reports = vec![report(1, gateway.at_ms, 900, 0), small(gateway.at_ms)];
     assert_eq!(gateway.handle(Event::Reports { reports, elsewhere: Elsewhere::default() }), []);
     assert_eq!(gateway.pass(1), [(id, 1)]);
 }
